@@ -1,0 +1,26 @@
+"""The ops: one Python function each, with checks, shapes and autograd. The library is compiled on the first call."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splaxel_ns.cuda.rasterize import RasterStats as RasterStats
+    from splaxel_ns.cuda.rasterize import rasterize_partials as rasterize_partials
+    from splaxel_ns.cuda.rasterize import set_cpu_level as set_cpu_level
+
+# Each name and the module it comes from; loaded lazily, so that importing this package stays cheap.
+_HOME = {
+    "RasterStats": "rasterize",
+    "rasterize_partials": "rasterize",
+    "set_cpu_level": "rasterize",
+}
+
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"splaxel_ns.cuda.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,171 @@
+"""Builds the C++ ops on first use and loads them.
+
+The library is compiled once per source text, compiler and torch version into torch's extension cache
+(`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`). Importing this module compiles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_HERE = Path(__file__).resolve().parent
+_CXX_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+_LINK_FLAGS = ["-fopenmp"]
+_NAME = "splaxel_ops"
+
+_mutex = threading.Lock()
+_loaded = False
+
+
+def load() -> Any:
+    """Returns `torch.ops.splaxel`, compiling it (under a minute, with a message) if this source was never compiled.
+
+    Raises:
+        RuntimeError: not Linux on x86-64, no C++ compiler, or the compilation failed.
+    """
+    global _loaded
+    with _mutex:
+        if not _loaded:
+            _check_platform()
+            folder = build_folder()
+            library = folder / f"{_NAME}_{_source_hash()}.so"
+            if library.is_file():
+                torch.ops.load_library(str(library))
+            else:
+                _build_and_load(folder, library)
+            _loaded = True
+    return torch.ops.splaxel
+
+
+def build_folder() -> Path:
+    """The folder that holds the objects, the libraries and the lock of this checkout's build."""
+    # torch's own default root; torch.utils.cpp_extension is slow to import and warns where CUDA is half installed.
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+    key = "\n".join([str(_HERE), torch.__version__, sys.version, *_CXX_FLAGS, *_LINK_FLAGS, *_compiler()])
+    return Path(root) / f"splaxel_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def _sources() -> list[Path]:
+    return [_HERE / "ext.cpp", *sorted((_HERE / "csrc").glob("*.cpp"))]
+
+
+def _source_hash() -> str:
+    digest = hashlib.sha256()
+    headers = [*(_HERE / "csrc").glob("*.h"), *(_HERE / "include").glob("*.h")]
+    for path in [*_sources(), *sorted(headers)]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _compiler() -> tuple[str, str]:
+    """The compiler torch will call, and where it is ("" if nowhere)."""
+    name = os.environ.get("CXX", "c++")
+    return name, shutil.which(name.split()[0]) or ""
+
+
+def _check_platform() -> None:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise RuntimeError(
+            f"Splaxel's kernels run on Linux on x86-64 (WSL2 included); this is {sys.platform} on {platform.machine()}."
+        )
+
+
+def _build_and_load(folder: Path, library: Path) -> None:
+    """Compiles what changed and leaves the result as `library`; one process at a time, the others wait for it."""
+    name, path = _compiler()
+    if not path:
+        raise RuntimeError(
+            f"Splaxel compiles its CPU kernels on first use and found no C++ compiler ({name!r} is not on PATH). "
+            "Install one (Debian, Ubuntu: apt install g++) or name one in the environment variable CXX."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    with _exclusive(folder / "splaxel.lock"):
+        if library.is_file():  # another process built it while this one waited
+            torch.ops.load_library(str(library))
+            return
+        # torch's own lock is the mere existence of this file: after a killed build it would be waited for for ever.
+        # Whoever holds ours is alone here, so that one is stale.
+        (folder / "lock").unlink(missing_ok=True)
+        _compile_and_load(folder, library)
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Holds a lock that the kernel releases when its holder dies, however it dies."""
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("waiting for another process that compiles the CPU kernels")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile_and_load(folder: Path, library: Path) -> None:
+    from torch.utils import cpp_extension
+
+    start = time.monotonic()
+    sources = _sources()
+    _say(f"compiling the CPU kernels ({len(sources)} files, once, about a minute) in {folder}")
+    try:
+        with _ninja_on_path():
+            cpp_extension.load(
+                name=_NAME,
+                sources=[str(source) for source in sources],
+                extra_cflags=_CXX_FLAGS,
+                extra_ldflags=_LINK_FLAGS,
+                extra_include_paths=[str(_HERE / "include"), str(_HERE / "csrc")],
+                build_directory=str(folder),
+                is_python_module=False,
+                is_standalone=False,
+                with_cuda=False,
+            )
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        raise RuntimeError(
+            f"Splaxel's CPU kernels did not compile in {folder} with {' '.join(_compiler())}:\n{error}"
+        ) from error
+    # A copy under the sources' hash: later processes load it without asking ninja, and an edited checkout that
+    # rebuilds beside a running one never changes the file under it.
+    partial = library.with_suffix(f".{os.getpid()}")
+    shutil.copy2(folder / f"{_NAME}.so", partial)
+    partial.replace(library)
+    for old in folder.glob(f"{_NAME}_*.so"):
+        if old != library:
+            old.unlink(missing_ok=True)
+    _say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
+
+
+@contextlib.contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """Lets torch find the ninja of this environment even if the environment was not activated."""
+    before = os.environ.get("PATH", "")
+    try:
+        import ninja
+    except ImportError:
+        folders = [before]
+    else:
+        folders = [before, ninja.BIN_DIR]
+    os.environ["PATH"] = os.pathsep.join(folders)
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+def _say(text: str) -> None:
+    print(f"splaxel: {text}", file=sys.stderr, flush=True)
