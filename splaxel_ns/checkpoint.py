@@ -1,0 +1,192 @@
+"""Writing and reading a run's checkpoints: whole or not at all, and without executing anything they contain.
+
+A checkpoint is one file, `nerfstudio_models/step-XXXXXXXXX.ckpt`, in nerfstudio's layout (`step`, `pipeline`,
+`optimizers`, `schedulers`, `scalers`) with entries of our own beside it. It holds tensors, numbers, strings, lists,
+tuples and dictionaries only, so that `torch.load(weights_only=True)` reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FORMAT = "splaxel"
+VERSION = 1
+REQUIRED = {
+    "step": int,
+    "pipeline": dict,
+    "optimizers": dict,
+    "schedulers": dict,
+    "scalers": dict,
+    "batch_size": int,
+    "datamanager": dict,
+    "model": dict,
+    "generators": dict,
+}
+"""What a checkpoint must hold besides `format` and `version`, and of which type."""
+
+_NAME = re.compile(r"step-(\d{9}|[1-9]\d{9,})\.ckpt")
+_PARTIAL = ".ckpt.partial"
+
+
+def write_checkpoint(directory: Path, step: int, content: dict[str, Any]) -> Path:
+    """Write one checkpoint so that `directory` only ever holds complete ones.
+
+    The file grows beside `directory`, not in it: nerfstudio takes every name in there for a step. It reaches the disk
+    before it gets its final name, so a crash or a full disk leaves the checkpoints before it as they were.
+
+    Args:
+        directory: The run's `nerfstudio_models` folder; made if missing.
+        step: The last finished step.
+        content: The entries of `REQUIRED`.
+
+    Raises:
+        OSError: The folder or the file cannot be written, or the disk is full.
+    """
+    checked = plain({"format": FORMAT, "version": VERSION, **content})
+    directory.mkdir(parents=True, exist_ok=True)
+    outside = directory.resolve().parent
+    for orphan in outside.glob(f".step-*{_PARTIAL}"):
+        orphan.unlink()
+    partial = outside / f".step-{step:09d}{_PARTIAL}"
+    final = directory / f"step-{step:09d}.ckpt"
+    try:
+        with open(partial, "wb") as file:
+            torch.save(checked, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, final)
+    except RuntimeError as error:
+        # torch reports a failed write of its archive as a RuntimeError; the cause, where there is one, is the OSError.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"{partial}: {str(cause).splitlines()[0]}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync_folder(directory)
+    return final
+
+
+def remove_others(directory: Path, keep: Path) -> None:
+    """Delete every checkpoint of `directory` but `keep`; files with other names stay."""
+    for step in checkpoint_steps(directory):
+        path = directory / f"step-{step:09d}.ckpt"
+        if path != keep:
+            path.unlink(missing_ok=True)
+
+
+def checkpoint_steps(directory: Path) -> list[int]:
+    """The steps of the checkpoints in `directory`, ascending. Names that are no checkpoint's are ignored."""
+    if not directory.is_dir():
+        return []
+    matches = [_NAME.fullmatch(path.name) for path in directory.iterdir() if path.is_file()]
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The checkpoint of the highest step in `directory`, None if there is none."""
+    steps = checkpoint_steps(directory)
+    return directory / f"step-{steps[-1]:09d}.ckpt" if steps else None
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint, every byte of it verified, without executing code from it.
+
+    Raises:
+        ValueError: The file is missing, truncated, corrupted, not a splaxel checkpoint, or of another format version.
+    """
+    if not path.is_file():
+        raise ValueError(f"There is no checkpoint {path}.")
+    remedy = "Use another checkpoint (--load-checkpoint FILE, or --load-dir FOLDER with --load-step)."
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch.load does not look at the checksums of the tensors it reads.
+            damaged = archive.testzip()
+    except Exception as error:  # whatever a damaged archive makes zipfile raise
+        raise ValueError(f"{path} is truncated, corrupted or no checkpoint ({_first_line(error)}). {remedy}") from error
+    if damaged is not None:
+        raise ValueError(f"{path} is corrupted: {damaged} does not match its checksum. {remedy}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling foreign bytes can raise nearly anything
+        raise ValueError(
+            f"{path} holds something other than tensors and plain values, so it was not loaded "
+            f"({_first_line(error)}). {remedy}"
+        ) from error
+    _check_content(path, content, remedy)
+    return content
+
+
+def _check_content(path: Path, content: Any, remedy: str) -> None:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path} is a checkpoint of another method, not of splaxel. {remedy}")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has checkpoint version {content.get('version')!r}, this splaxel reads version {VERSION}: "
+            "use the splaxel that wrote it."
+        )
+    for name, kind in REQUIRED.items():
+        if not isinstance(content.get(name), kind):
+            raise ValueError(f"{path} is incomplete: its entry {name!r} is missing or no {kind.__name__}. {remedy}")
+
+
+def plain(value: Any, where: str = "checkpoint") -> Any:
+    """`value` as it may stand in a checkpoint: numpy numbers become Python's, tensors no larger than they look.
+
+    Raises:
+        TypeError: Something in it is neither a tensor nor a plain value; the message says where.
+    """
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+        # A view would be written with the whole storage behind it.
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):  # OrderedDict and Counter too
+        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+    raise TypeError(f"{where} is a {type(value).__name__}, which a checkpoint may not hold")
+
+
+def generator_states() -> dict[str, Tensor]:
+    """The states of the global generators of torch, numpy and Python, as tensors."""
+    version, words, _ = random.getstate()
+    assert version == 3
+    numpy_state: Any = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.tensor([*numpy_state[1].tolist(), numpy_state[2]], dtype=torch.int64),
+    }
+
+
+def restore_generators(states: dict[str, Tensor]) -> None:
+    """Put the global generators back to where `generator_states` found them."""
+    torch.set_rng_state(states["torch"])
+    random.setstate((3, tuple(states["python"].tolist()), None))
+    *words, position = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, 0, 0.0))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _sync_folder(directory: Path) -> None:
+    """Make the new name in `directory` survive a power failure."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
