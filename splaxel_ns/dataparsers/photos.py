@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import os
 import struct
+import unicodedata
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,13 +88,55 @@ def list_photographs(root: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def check_photographs(paths: Sequence[Path], *, on_problem: Literal["stop", "skip"], root: Path) -> PhotographReport:
+def match_names(names: Sequence[str], listing: Mapping[str, Path], root: Path) -> list[Path]:
+    """Find the files that a dataset's names mean, by whole paths below `root`, never by base names alone.
+
+    Forgiven are what moving a dataset between systems changes: backslashes, upper and lower case, composed or
+    decomposed accents, and leading folders that all names share (`C:\\survey\\images\\...`).
+
+    Args:
+        names: [N] as the dataset stores them.
+        listing: what is there (`list_photographs(root)`).
+        root: the folder of the photographs.
+
+    Returns:
+        [N] paths. Where nothing fits, the path at which the file is missing.
+
+    Raises:
+        ValueError: two files differ only in what is forgiven, and neither is meant exactly.
+    """
+    by_key: dict[str, list[str]] = {}
+    for name in listing:
+        by_key.setdefault(_name_key(name), []).append(name)
+    plain = [name.replace("\\", "/").removeprefix("./") for name in names]
+    shared = os.path.commonprefix([name.split("/")[:-1] for name in plain])
+    drop = 0
+    while drop < len(shared) and not any(_name_key(name.split("/", drop)[-1]) in by_key for name in plain):
+        drop += 1
+    paths = []
+    for name, raw in zip(plain, names, strict=True):
+        below = name.split("/", drop)[-1]
+        exact = raw if raw in listing else below
+        hits = by_key.get(_name_key(below), [])
+        if exact in listing:
+            paths.append(listing[exact])
+        elif len(hits) > 1:
+            raise ValueError(f"'{raw}' may be '{hits[0]}' or '{hits[1]}' in {root}. Remove or rename one of them.")
+        else:
+            paths.append(listing[hits[0]] if hits else root / name)
+    return paths
+
+
+def check_photographs(
+    paths: Sequence[Path], *, on_problem: Literal["stop", "skip"], root: Path, what: str = "Photographs"
+) -> PhotographReport:
     """Look at every registered photograph once, before anything is trained.
 
     Args:
         paths: [N] files the dataset names. Junk files among them are left out without a word.
         on_problem: "stop" raises when a file is missing, empty, cut off or unreadable; "skip" leaves it out.
         root: the folder that names in messages are relative to.
+        what: what the files are, for messages.
 
     Raises:
         ValueError: a photograph cannot be used and `on_problem` is "stop", or none is left. Says how many were
@@ -113,9 +156,9 @@ def check_photographs(paths: Sequence[Path], *, on_problem: Literal["stop", "ski
         remedy = (
             "Put the named files in place, or leave them out with --on-problem skip."
             if good
-            else "None of the photographs can be used: is this the folder the dataset was made from?"
+            else "None of them can be used: is this the folder the dataset was made from?"
         )
-        raise ValueError(f"Photographs in {root}: {summary} {remedy}")
+        raise ValueError(f"{what} in {root}: {summary} {remedy}")
     return PhotographReport(
         kept=np.array([candidates[k] for k in good], dtype=np.int64),
         sizes=np.array([probes[k].size for k in good], dtype=np.int64).reshape(-1, 2),
@@ -169,6 +212,10 @@ def reconcile_intrinsics(
         f"(first '{names[first]}': file {_size(file_sizes[first])}, camera {_size(camera_sizes[first])}); "
         f"intrinsics were scaled by {ratio[changed].min():.4g} to {ratio[changed].max():.4g}."
     )
+
+
+def _name_key(name: str) -> str:
+    return unicodedata.normalize("NFC", name.replace("\\", "/")).casefold()
 
 
 def _size(size: np.ndarray) -> str:
