@@ -1,0 +1,206 @@
+"""What partitions cost in quality: the same scene at several P and boundary modes, paired over seeds.
+
+Runs with one seed share view order, initial orientations and backgrounds, so that differences to P = 1 are paired.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from nerfstudio.utils.rich_utils import CONSOLE
+from scipy import stats
+
+from splaxel_ns.bench import write_result
+from splaxel_ns.partition import PartitionTree
+
+BAND = 0.01
+"""Half width of the band around the cut planes, as a share of the scene's diagonal."""
+
+
+@dataclass
+class Quality:
+    """Train a scene at several partition counts and boundary modes; PSNR against one partition, with intervals."""
+
+    data: Path
+    """The scene (MatrixCity layout)."""
+    json: Path
+    """Result file."""
+    steps: int = 1500
+    """Training steps of each run."""
+    partitions: tuple[int, ...] = (2, 4, 8)
+    """Numbers of partitions compared with one."""
+    boundaries: tuple[str, ...] = ("filter", "exact", "none")
+    """Boundary modes compared."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One paired comparison per seed."""
+    max_gaussians: int = 40_000
+    """Growth stops there."""
+
+    def main(self) -> None:
+        runs: list[dict[str, Any]] = []
+        total = len(self.seeds) * (1 + len(self.partitions) * len(self.boundaries))
+        for seed in self.seeds:
+            trees: dict[int, PartitionTree] = {}
+            single = self._train(1, "exact", seed)
+            done = []
+            for num in self.partitions:
+                for boundary in self.boundaries:
+                    trainer = self._train(num, boundary, seed)
+                    tree = trees.setdefault(num, trainer.pipeline.model.tree)
+                    run = measure(trainer, {num: tree})
+                    done.append({"partitions": num, "boundary": boundary, "seed": seed, **run})
+                    self._say(len(runs) + 1 + len(done), total, done[-1])
+            runs.append({"partitions": 1, "boundary": "exact", "seed": seed, **measure(single, trees)})
+            self._say(len(runs) + len(done), total, runs[-1])
+            runs += done
+            write_result(self.json, {"steps": self.steps, "band": BAND, "rows": summarise(runs), "runs": runs})
+        for row in summarise(runs):
+            CONSOLE.print(
+                f"P {row['partitions']} {row['boundary']:>6}: {row['psnr']:.2f} dB, "
+                f"{row['difference']:+.3f} +- {row['interval']:.3f} dB against P = 1; "
+                f"band {row['band_difference']:+.3f}, rest {row['rest_difference']:+.3f}; "
+                f"{100 * row['straddling_pairs']:.1f} % of pairs straddle"
+            )
+
+    def _train(self, num_partitions: int, boundary: str, seed: int) -> Any:
+        """One training run through the method's own trainer, without viewer and files that stay."""
+        from splaxel_ns.config import splaxel
+
+        config: Any = copy.deepcopy(splaxel.config)
+        config.max_num_iterations = self.steps
+        config.machine.seed = seed
+        config.vis = "tensorboard"
+        config.experiment_name, config.timestamp = "quality", f"{num_partitions}_{boundary}_{seed}"
+        config.steps_per_eval_image = config.steps_per_eval_batch = config.steps_per_eval_all_images = 10**9
+        config.steps_per_save = 10**9
+        config.logging.steps_per_log = max(1, self.steps // 4)
+        config.pipeline.datamanager.data = self.data
+        config.pipeline.model.num_partitions = num_partitions
+        config.pipeline.model.boundary = boundary
+        config.pipeline.model.max_gaussians = self.max_gaussians
+        with tempfile.TemporaryDirectory() as folder:
+            config.output_dir = Path(folder)
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            trainer = config.setup(local_rank=0, world_size=1)
+            trainer.setup()
+            start = time.perf_counter()
+            trainer.train()
+            trainer.train_seconds = time.perf_counter() - start
+        return trainer
+
+    def _say(self, done: int, total: int, run: dict[str, Any]) -> None:
+        CONSOLE.print(
+            f"[{done}/{total}] P {run['partitions']} {run['boundary']} seed {run['seed']}: {run['psnr']:.3f} dB, "
+            f"{run['gaussians']} Gaussians, {run['seconds']:.0f} s"
+        )
+
+
+@torch.no_grad()
+def measure(trainer: Any, trees: dict[int, PartitionTree]) -> dict[str, Any]:
+    """PSNR, SSIM, and PSNR inside and outside the band around the cut planes of each tree, over the held-out views."""
+    model = trainer.pipeline.model.eval()
+    metrics = trainer.pipeline.get_average_eval_image_metrics()
+    squared = {num: np.zeros((2, 2)) for num in trees}  # [outside, inside] x [sum of squares, count]
+    pairs = np.zeros(2)  # [straddling, all]
+    diagonal = scene_diagonal(model.means)
+    for camera, batch in trainer.pipeline.datamanager.fixed_indices_eval_dataloader:
+        outputs = model.get_outputs_for_camera(camera)
+        pairs += model.pair_counts()
+        error = (outputs["rgb"] - model.get_gt_img(batch["image"])[..., :3]).double().square().mean(dim=-1).numpy()
+        points = surface_points(camera, outputs["depth"][..., 0])
+        for num, tree in trees.items():
+            inside = near_cuts(points, tree, BAND * diagonal).numpy()
+            for k, chosen in enumerate((~inside, inside)):
+                squared[num][k] += error[chosen].sum(), chosen.sum()
+    return {
+        "psnr": metrics["psnr"],
+        "ssim": metrics["ssim"],
+        "gaussians": model.num_points,
+        "seconds": trainer.train_seconds,
+        "straddling_pairs": pairs[0] / max(pairs[1], 1),
+        "band": {
+            str(num): {
+                "rest_psnr": float(-10 * np.log10(sums[0, 0] / sums[0, 1])) if sums[0, 1] else None,
+                "band_psnr": float(-10 * np.log10(sums[1, 0] / sums[1, 1])) if sums[1, 1] else None,
+                "band_share": float(sums[1, 1] / sums[:, 1].sum()),
+            }
+            for num, sums in squared.items()
+        },
+    }
+
+
+def scene_diagonal(means: torch.Tensor) -> float:
+    """Diagonal of the box that holds the middle 99.8 % of the means on each axis, world units."""
+    low, high = np.percentile(means.numpy(force=True), [0.1, 99.9], axis=0)
+    return float(np.linalg.norm(high - low))
+
+
+def surface_points(camera: Any, depth: torch.Tensor) -> torch.Tensor:  # [H, W] -> [H, W, 3]
+    """World positions of what the pixels show, from the rendered depth along the optical axis."""
+    height, width = depth.shape
+    K = camera.get_intrinsics_matrices()[0]
+    x, y = torch.meshgrid(torch.arange(width) + 0.5, torch.arange(height) + 0.5, indexing="xy")
+    rays = torch.stack([(x - K[0, 2]) / K[0, 0], -(y - K[1, 2]) / K[1, 1], -torch.ones_like(x)], dim=-1)
+    pose = camera.camera_to_worlds[0]
+    return depth[..., None] * (rays @ pose[:3, :3].T) + pose[:3, 3]
+
+
+def near_cuts(points: torch.Tensor, tree: PartitionTree, distance: float) -> torch.Tensor:  # [H, W, 3] -> [H, W] bool
+    """Whether a step of `distance` along some axis leads from one partition into another."""
+    flat = points.reshape(-1, 3)
+    near = torch.zeros(len(flat), dtype=torch.bool)
+    for axis in range(3):
+        step = torch.zeros(3)
+        step[axis] = distance
+        near |= tree.locate(flat - step) != tree.locate(flat + step)
+    return near.reshape(points.shape[:2])
+
+
+def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Means over the seeds, and paired differences to one partition with Student's 95 % interval."""
+    single = {run["seed"]: run for run in runs if run["partitions"] == 1}
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((run["partitions"], run["boundary"]), []).append(run)
+    rows = []
+    for (num, boundary), group in sorted(groups.items()):
+        differences = [run["psnr"] - single[run["seed"]]["psnr"] for run in group]
+        parts = {}
+        for part in ("band", "rest"):
+            pairs = [
+                (run["band"][str(num)][f"{part}_psnr"], single[run["seed"]]["band"][str(num)][f"{part}_psnr"])
+                for run in group
+                if num > 1
+            ]
+            known = [a - b for a, b in pairs if a is not None and b is not None]
+            parts[f"{part}_difference"] = float(np.mean(known)) if known else 0.0
+        rows.append(
+            {
+                "partitions": num,
+                "boundary": boundary,
+                "seeds": len(group),
+                "psnr": float(np.mean([run["psnr"] for run in group])),
+                "ssim": float(np.mean([run["ssim"] for run in group])),
+                "gaussians": float(np.mean([run["gaussians"] for run in group])),
+                "straddling_pairs": float(np.mean([run["straddling_pairs"] for run in group])),
+                "difference": float(np.mean(differences)),
+                "interval": half_interval(differences),
+                **parts,
+            }
+        )
+    return rows
+
+
+def half_interval(values: list[float]) -> float:
+    """Half of Student's 95 % confidence interval of the mean; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
