@@ -1,6 +1,7 @@
 """The plain values that pass between modules.
 
-Shapes: N Gaussians, P partitions (leaves of the KD-tree), Q participants of a view, H x W pixels.
+Shapes: N Gaussians, P partitions (leaves of the KD-tree), S content boxes of a partition, Q participants of a view,
+H x W pixels.
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ class View:
         """Where the camera stands in the world."""
         rotation = self.world_to_cam[:3, :3]
         return -(rotation.T @ self.world_to_cam[:3, 3])
+
+
+@dataclass(frozen=True)
+class ContentBoxes:
+    """Where the Gaussians of each partition can put a pixel: a few world boxes per partition (`visibility.py`)."""
+
+    bounds: Tensor  # [P, S, 2, 3] float32, world units, lower and upper corner; unused boxes have lower > upper
+    radii: Tensor  # [P, S] float32, world units: largest cut-off radius 3.33 s_max among a box's Gaussians
+    slope: float  # the boxes hold for views whose `view_slope` is at most this; wider views enlarge them by `radii`
+    boundary: Boundary
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,18 @@ if TYPE_CHECKING:
     from splaxel_ns.cuda.rasterize import RasterStats as RasterStats
     from splaxel_ns.cuda.rasterize import rasterize_partials as rasterize_partials
     from splaxel_ns.cuda.rasterize import set_cpu_level as set_cpu_level
+    from splaxel_ns.cuda.region import content_bounds as content_bounds
+    from splaxel_ns.cuda.region import region_spans as region_spans
+    from splaxel_ns.cuda.region import regions_present as regions_present
 
 # Each name and the module it comes from; loaded lazily, so that importing this package stays cheap.
 _HOME = {
     "RasterStats": "rasterize",
     "rasterize_partials": "rasterize",
     "set_cpu_level": "rasterize",
+    "content_bounds": "region",
+    "region_spans": "region",
+    "regions_present": "region",
 }
 
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

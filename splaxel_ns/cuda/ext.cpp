@@ -20,4 +20,13 @@ TORCH_LIBRARY(splaxel, m) {
       "float stop, Tensor records, Tensor pair_records, Tensor pair_masks, Tensor pair_slots, Tensor slot_offsets, "
       "Tensor tile_offsets, Tensor v_colors, Tensor v_depths, Tensor v_transmittances, bool absgrad) -> "
       "(Tensor v_means2d, Tensor v_depths, Tensor v_conics, Tensor v_opacities, Tensor v_colors, Tensor absgrad)");
+  // Content boxes and pixel regions of the partitions; see cuda/region.py.
+  m.def(
+      "content_bounds(Tensor means, Tensor scales, Tensor owner, Tensor bulk, Tensor slice_axis, float slope) -> "
+      "(Tensor bounds, Tensor radii)");
+  m.def(
+      "region_spans(Tensor boxes, Tensor? leaves, Tensor viewmat, Tensor K, int width, int height, float near) -> "
+      "Tensor");
+  m.def(
+      "regions_present(Tensor boxes, Tensor? leaves, Tensor viewmats, Tensor Ks, Tensor sizes, float near) -> Tensor");
 }

@@ -1,0 +1,173 @@
+"""Which partitions take part in a view, and which pixels each of them renders.
+
+Paper section 4.3: a partition's pixels are those where the camera's frustum meets its box. The boxes here hold the
+Gaussians' supports, not the leaves, which reach to infinity.
+Shapes: N Gaussians, P partitions, S content boxes of a partition, V views, H x W pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from splaxel_ns import cuda
+from splaxel_ns.partition import PartitionTree
+from splaxel_ns.types import Boundary, ContentBoxes, View, ViewPlan
+
+CLAMP_MARGIN = 0.3
+"""The projection's Jacobian is taken at most this part of the half field of view outside the image, as in gsplat."""
+
+SAMPLE = 32768
+"""Gaussians looked at to find where the bulk of a partition lies. It decides how tight the boxes are, never whether
+they hold everything."""
+BULK_QUANTILE = 0.01
+BULK_MARGIN = 0.1
+
+
+def view_slope(K: Tensor, width: int, height: int) -> float:
+    """By how much the steepest ray lengthens a Gaussian's projected radius: sqrt(1 + a^2 + b^2).
+
+    a and b are |x / z| and |y / z| where the projection clamps its Jacobian (design: content box).
+
+    Args:
+        K: [3, 3], pixels.
+    """
+    fx, fy, cx, cy = (float(K[i, j]) for i, j in ((0, 0), (1, 1), (0, 2), (1, 2)))
+    a = max(abs(width - cx), abs(cx)) / fx + CLAMP_MARGIN * 0.5 * width / fx
+    b = max(abs(height - cy), abs(cy)) / fy + CLAMP_MARGIN * 0.5 * height / fy
+    return math.sqrt(1.0 + a * a + b * b)
+
+
+def check_pinhole(view: View) -> None:
+    """Refuse what the regions and the order of partitions do not hold for.
+
+    Raises:
+        ValueError: skew, a focal length that is not positive, a last row of K that is not (0, 0, 1), values that are
+            not finite, a world-to-camera matrix that is no rigid motion, or an image without pixels.
+    """
+    K, world_to_cam = view.K.detach().double(), view.world_to_cam.detach().double()
+    remedy = "Splaxel renders undistorted pinhole views only; undistort the photographs first."
+    if view.width < 1 or view.height < 1:
+        raise ValueError(f"The view is {view.width} x {view.height} pixels; it needs at least one.")
+    if not (K.isfinite().all() and world_to_cam.isfinite().all()):
+        raise ValueError("The view's pose or intrinsics are not finite numbers.")
+    if K[0, 0] <= 0 or K[1, 1] <= 0:
+        raise ValueError(f"Focal lengths must be positive, not {float(K[0, 0])} and {float(K[1, 1])} pixels. {remedy}")
+    if K[0, 1] != 0 or K[1, 0] != 0 or K[2].tolist() != [0.0, 0.0, 1.0]:
+        raise ValueError(f"The intrinsics {K.tolist()} have skew or a projective part. {remedy}")
+    rotation = world_to_cam[:3, :3]
+    if (rotation @ rotation.T - torch.eye(3, dtype=torch.float64)).abs().max() > 1e-3:
+        raise ValueError("The view's world-to-camera matrix scales or shears; it must be a rotation and a translation.")
+
+
+def content_boxes(
+    means: Tensor,
+    scales: Tensor,
+    tree: PartitionTree,
+    boundary: Boundary,
+    slope: float,
+    owner: Tensor | None = None,
+) -> ContentBoxes:
+    """Boxes that hold, for each partition, the supports of its Gaussians: means +- 3.33 s_max slope.
+
+    3.33 = sqrt(2 ln 255) reaches alpha = 1/255 at opacity 1. The bulk of a partition gets four slices along its
+    longest side; what sticks out of the bulk gets a box per side it sticks out of, and huge Gaussians one of their
+    own, so that a few of them do not spread the region over every image. Gaussians that are not finite are ignored.
+    Under `exact` a partition also draws what its neighbours' Gaussians put into its leaf: `plan_view` intersects
+    the leaf with the boxes of all.
+
+    Args:
+        means: [N, 3], world units.
+        scales: [N, 3], activated, world units.
+        slope: the largest `view_slope` of the views to come; wider views are served with looser boxes.
+        owner: [N] int32, `tree.locate(means)` where it is at hand.
+    """
+    means, scales = means.detach(), scales.detach()
+    if owner is None:
+        owner = tree.locate(means)
+    bulk, slice_axis = _bulk(means, owner, tree.num_partitions)
+    bounds, radii = cuda.content_bounds(means, scales, owner, bulk, slice_axis, slope)
+    return ContentBoxes(bounds, radii, slope, boundary)
+
+
+def plan_view(view: View, tree: PartitionTree, boxes: ContentBoxes, near: float) -> ViewPlan:
+    """The participants of a view, front to back, and every partition's pixel region.
+
+    A pixel that a Gaussian of the partition touches (alpha >= 1/255) is inside the region; under `exact`, one that
+    any Gaussian touches at a point inside the partition's leaf.
+
+    Args:
+        near: depth in world units below which Gaussians are culled.
+
+    Raises:
+        ValueError: the view is not a pinhole view.
+    """
+    check_pinhole(view)
+    bounds = _bounds_for(boxes, view_slope(view.K, view.width, view.height))
+    spans = cuda.region_spans(
+        bounds, view.world_to_cam, view.K, view.width, view.height, near, _leaves(tree, boxes.boundary)
+    )
+    taking_part = (spans[..., 1] > spans[..., 0]).any(dim=1).tolist()
+    return ViewPlan(tuple(leaf for leaf in tree.order(view.cam_center) if taking_part[leaf]), spans)
+
+
+def participants(views: Sequence[View], tree: PartitionTree, boxes: ContentBoxes, near: float) -> list[set[int]]:
+    """The partitions with a non-empty region in each of many views: those `plan_view` would list.
+
+    Raises:
+        ValueError: a view is not a pinhole view.
+    """
+    if not views:
+        return []
+    for view in views:
+        check_pinhole(view)
+    slope = max(view_slope(view.K, view.width, view.height) for view in views)
+    present = cuda.regions_present(
+        _bounds_for(boxes, slope),
+        torch.stack([view.world_to_cam for view in views]),
+        torch.stack([view.K for view in views]),
+        torch.tensor([(view.width, view.height) for view in views], dtype=torch.int32),
+        near,
+        _leaves(tree, boxes.boundary),
+    )
+    return [{leaf for leaf, is_present in enumerate(row) if is_present} for row in present.tolist()]
+
+
+def _bounds_for(boxes: ContentBoxes, slope: float) -> Tensor:
+    """[P, S, 2, 3]: the boxes, enlarged if the view is wider than those they were made for."""
+    if slope <= boxes.slope:
+        return boxes.bounds
+    growth = (boxes.radii * (slope - boxes.slope))[..., None]
+    return torch.stack([boxes.bounds[:, :, 0] - growth, boxes.bounds[:, :, 1] + growth], dim=2)
+
+
+def _leaves(tree: PartitionTree, boundary: Boundary) -> Tensor | None:
+    """[P, 2, 3] under `exact`, where regions end at the leaf's faces."""
+    return torch.stack([tree.lo, tree.hi], dim=1) if boundary == "exact" else None
+
+
+def _bulk(means: Tensor, owner: Tensor, num_partitions: int) -> tuple[Tensor, Tensor]:
+    """Per partition a box [P, 2, 3] around the bulk of its means and its longest axis [P] int32.
+
+    Where the sample holds nothing of a partition, the box takes everything in.
+    """
+    stride = max(1, len(means) // SAMPLE)
+    sample, sample_owner = means[::stride], owner[::stride]
+    finite = sample.isfinite().all(dim=1)
+    sample, sample_owner = sample[finite], sample_owner[finite]
+    bulk = torch.tensor([-math.inf, math.inf])[:, None].repeat(num_partitions, 1, 3)
+    axis = torch.zeros(num_partitions, dtype=torch.int32)
+    for leaf in range(num_partitions):
+        points = sample[sample_owner == leaf]
+        if not len(points):
+            continue
+        skip = int(BULK_QUANTILE * (len(points) - 1))
+        ordered = points.sort(dim=0).values
+        low, high = ordered[skip], ordered[len(points) - 1 - skip]
+        margin = BULK_MARGIN * (high - low).max()
+        bulk[leaf, 0], bulk[leaf, 1] = low - margin, high + margin
+        axis[leaf] = int((high - low).argmax())
+    return bulk, axis
