@@ -26,6 +26,8 @@ from splaxel_ns.photo_cache import Photo, PhotoCache
 PERSPECTIVE, FISHEYE = CameraType.PERSPECTIVE.value, CameraType.FISHEYE.value
 PIXEL_CENTRE = 0.5  # OpenCV's pixel centres lie at whole numbers, nerfstudio's at halves
 STAND_IN_GREY = 0.5
+MAX_FOCAL_CHANGE = 5.0
+"""Where undistorting a perspective photograph changes a focal length by more, OpenCV failed to invert the distortion."""
 
 Lens = tuple[float, ...]
 """(type, fx, fy, cx, cy, width, height, distortion parameters ...) of a camera that is not a pinhole yet."""
@@ -77,7 +79,9 @@ def _pinhole_of(lens: Lens, filename: Path) -> tuple[float, float, float, float,
             intrinsics, np.array([k1, k2, k3, k4], dtype=np.float32), size, np.eye(3), balance=0
         )
         x, y = 0, 0
-    if not np.isfinite(new).all() or min(width, height) < 2 or min(new[0, 0], new[1, 1]) <= 0:
+    finite = np.isfinite(new).all() and min(width, height) >= 2 and min(new[0, 0], new[1, 1]) > 0
+    ratios = np.array([new[0, 0] / fx, new[1, 1] / fy]) if finite else np.ones(2)
+    if not finite or (kind == PERSPECTIVE and np.abs(np.log(ratios)).max() > np.log(MAX_FOCAL_CHANGE)):
         raise ValueError(
             f"{filename}: undistorting leaves no usable picture (fx {fx:g}, fy {fy:g}, distortion "
             f"{[round(value, 6) for value in lens[7:13]]}); check the camera's calibration."
