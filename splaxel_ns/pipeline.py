@@ -1,0 +1,300 @@
+"""One scene's data and model behind nerfstudio's pipeline interface, trained B views at a time.
+
+Shapes: B views of a step, H x W pixels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torchvision.utils
+from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
+from nerfstudio.utils import profiler
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from torch.cuda.amp.grad_scaler import GradScaler
+
+from splaxel_ns.viewer_panel import PartitionPanel
+
+if TYPE_CHECKING:
+    from splaxel_ns.datamanager import SplaxelDatamanager
+    from splaxel_ns.model import SplaxelModel
+
+CPU_ONLY = "splaxel renders and trains on the CPU: its CUDA kernels do not exist yet, so the GPU stays unused."
+
+
+@dataclass
+class SplaxelPipelineConfig(VanillaPipelineConfig):
+    """Configuration of `SplaxelPipeline`."""
+
+    _target: type = field(default_factory=lambda: SplaxelPipeline)
+
+
+class SplaxelPipeline(VanillaPipeline):
+    """Datamanager and model of one process; never wrapped in DistributedDataParallel.
+
+    Args:
+        config: What to build.
+        device: Where nerfstudio would like it; everything is on the CPU for now, and another wish is answered with one
+            sentence.
+        test_mode: nerfstudio's: "val" to train, "test" to evaluate, "inference" to need no photographs.
+        world_size: Number of processes; 1.
+        local_rank: This process on its machine; 0.
+        grad_scaler: Not used, there is no mixed precision.
+    """
+
+    config: SplaxelPipelineConfig
+    datamanager: SplaxelDatamanager
+
+    def __init__(
+        self,
+        config: SplaxelPipelineConfig,
+        device: str | torch.device,
+        test_mode: Literal["test", "val", "inference"] = "val",
+        world_size: int = 1,
+        local_rank: int = 0,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        if torch.device(device).type != "cpu":
+            CONSOLE.print(CPU_ONLY)
+        # A world of one: the stock pipeline would wrap the model in DistributedDataParallel on the GPU `local_rank`.
+        super().__init__(config, "cpu", test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
+        self.world_size = world_size
+        self.model.set_training_views(self.datamanager.train_dataset.cameras, config.datamanager.batch_size)
+        self.panel = PartitionPanel(self.model)
+        self._protocol_printed = False
+
+    @property
+    def model(self) -> SplaxelModel:
+        """The model itself; there is no wrapper around it."""
+        return self._model  # type: ignore[return-value]
+
+    def train_step(self, step: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Render the step's B views one after the other and accumulate the gradients of their mean loss.
+
+        Args:
+            step: The step, from 0.
+
+        Returns:
+            loss, its terms, and the metrics, each the mean over the B views, without graph.
+
+        Raises:
+            FloatingPointError: A view's loss is not finite; the message names step and view.
+        """
+        if self.datamanager.new_epoch_next(step):
+            # Participants decide which views may share a bucket; they only change between epochs (design: ranks agree).
+            self.datamanager.set_participants(self.model.participants_for(self.datamanager.train_dataset.cameras))
+        views = self.datamanager.next_train_batch(step)
+        losses: list[dict[str, Tensor]] = []
+        metrics: list[dict[str, Tensor]] = []
+        for camera, batch in views:
+            outputs = self.model.get_outputs(camera)
+            metrics_dict = self.model.get_metrics_dict(outputs, batch)
+            loss_dict = self.model.get_loss_dict(outputs, batch, metrics_dict)
+            loss = torch.stack([torch.as_tensor(term) for term in loss_dict.values()]).sum()
+            self._require_finite(loss, loss_dict, step, batch)
+            if loss.requires_grad:  # a view without a single Gaussian has no graph
+                (loss / len(views)).backward()
+            self.model.after_backward(camera)
+            losses.append({"loss": loss.detach()} | _detached(loss_dict))
+            metrics.append(_detached(metrics_dict))
+        mean_losses = _mean(losses)
+        return mean_losses.pop("loss"), mean_losses, _mean(metrics)
+
+    def _require_finite(self, loss: Tensor, terms: dict[str, Tensor], step: int, batch: dict[str, Any]) -> None:
+        if torch.isfinite(loss):
+            return
+        shown = ", ".join(f"{name} {float(value):g}" for name, value in terms.items())
+        raise FloatingPointError(
+            f"The loss became {loss.item():g} at step {step}, view {self._view_name(batch)} ({shown}). Training stops; "
+            "checkpoints written before are untouched. Look at this photograph and its mask, or lower the learning "
+            "rates (--optimizers.NAME.optimizer.lr)."
+        )
+
+    def _view_name(self, batch: dict[str, Any]) -> str:
+        index = int(batch.get("image_idx", -1))
+        names = self.datamanager.train_dataset.image_filenames
+        return f"{str(names[index])!r}" if 0 <= index < len(names) else f"number {index}"
+
+    @torch.no_grad()
+    def get_eval_loss_dict(self, step: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """The loss of one evaluation view, without graph."""
+        self._require_eval_views()
+        return super().get_eval_loss_dict(step)
+
+    @torch.no_grad()
+    def get_eval_image_metrics_and_images(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Metrics and pictures of one evaluation view, as nerfstudio's trainer logs them."""
+        self._require_eval_views()
+        return super().get_eval_image_metrics_and_images(step)
+
+    def get_average_eval_image_metrics(
+        self, step: int | None = None, output_path: Path | None = None, get_std: bool = False
+    ) -> dict[str, float]:
+        """Mean metrics over all evaluation views.
+
+        Raises:
+            ValueError: The evaluation split is empty.
+        """
+        self._require_eval_views()
+        return super().get_average_eval_image_metrics(step, output_path, get_std)
+
+    @profiler.time_function
+    @torch.no_grad()
+    def get_average_image_metrics(
+        self,
+        data_loader: Any,
+        image_prefix: str,
+        step: int | None = None,
+        output_path: Path | None = None,
+        get_std: bool = False,
+    ) -> dict[str, float]:
+        """Mean metrics over the views of `data_loader`.
+
+        Args:
+            data_loader: (camera, batch) pairs of the evaluation split.
+            image_prefix: Not used: pictures are named after the photographs.
+            step: Not used.
+            output_path: Folder for one picture per view, named by the photograph's path below their common folder.
+            get_std: Also give `<metric>_std`, the standard deviation over the views; 0 for a single view.
+
+        Returns:
+            Plain floats, ready for JSON.
+        """
+        num_views = len(data_loader)
+        self._print_protocol(num_views)
+        names = picture_names(self.datamanager.eval_dataset.image_filenames)
+        results: list[dict[str, float]] = []
+        self.eval()
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), MofNCompleteColumn())
+        with Progress(*columns, console=CONSOLE, transient=True) as progress:
+            task = progress.add_task("Evaluating", total=num_views)
+            for position, (camera, batch) in enumerate(data_loader):
+                started = perf_counter()
+                outputs = self.model.get_outputs_for_camera(camera)
+                seconds = max(perf_counter() - started, 1e-9)
+                metrics, images = self.model.get_image_metrics_and_images(outputs, batch)
+                num_pixels = outputs["rgb"].shape[0] * outputs["rgb"].shape[1]
+                results.append(metrics | {"num_rays_per_sec": num_pixels / seconds, "fps": 1.0 / seconds})
+                if output_path is not None:
+                    path = output_path / names[int(batch.get("image_idx", position))]
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    torchvision.utils.save_image(images["img"].permute(2, 0, 1).cpu(), path)
+                progress.advance(task)
+        self.train()
+        return average_metrics(results, get_std)
+
+    def _require_eval_views(self) -> None:
+        dataset = self.datamanager.eval_dataset
+        if dataset is None or len(dataset) == 0:
+            raise ValueError(
+                f"There is no view to evaluate: the {self.datamanager.test_split} split of "
+                f"{self.datamanager.get_datapath()} is empty. Choose the split with the dataparser's flags, "
+                "or hold photographs out."
+            )
+
+    def _print_protocol(self, num_views: int) -> None:
+        """Say once what the numbers compare: protocols differ by up to 1.5 dB between papers."""
+        if self._protocol_printed:
+            return
+        self._protocol_printed = True
+        cameras = self.datamanager.eval_dataset.cameras
+        sizes = sorted(
+            {(int(w), int(h)) for w, h in zip(cameras.width.flatten(), cameras.height.flatten(), strict=True)}
+        )
+        shown = ", ".join(f"{w}x{h}" for w, h in sizes[:3]) + (f" and {len(sizes) - 3} more" if len(sizes) > 3 else "")
+        config = self.model.config
+        background = "dark grey" if config.background_color == "random" else config.background_color
+        CONSOLE.print(
+            f"Evaluation protocol: mean over {num_views} views of the {self.datamanager.test_split} split at full "
+            f"resolution ({shown}); renders in float32, not rounded to 8 bits, against photographs as stored; "
+            f"pixels outside a view's mask left out; {background} background; {config.num_partitions} partitions, "
+            f"boundary {config.boundary}."
+        )
+
+    def load_pipeline(self, loaded_state: dict[str, Any], step: int) -> None:
+        """Fill the model from a checkpoint's `pipeline` entry.
+
+        Args:
+            loaded_state: Tensors by name.
+            step: The last step of that run.
+
+        Raises:
+            ValueError: Names or shapes are not those of this model.
+        """
+        state = _checked_state(loaded_state, step)
+        model_state = {key.removeprefix("_model."): value for key, value in state.items() if key.startswith("_model.")}
+        parameters = {f"gauss_params.{name}": tensor for name, tensor in self.model.gauss_params.items()}
+        missing = sorted(set(parameters) - set(model_state))
+        if missing:
+            raise ValueError(f"The checkpoint is not one of splaxel: it lacks {', '.join(missing)}.")
+        num_gaussians = model_state["gauss_params.means"].shape[0]
+        for name, tensor in parameters.items():
+            expected = (num_gaussians, *tensor.shape[1:])
+            if tuple(model_state[name].shape) != expected:
+                raise ValueError(
+                    f"The checkpoint does not fit this configuration: {name} is {list(model_state[name].shape)}, "
+                    f"expected {list(expected)}. Use the config.yml of the run that wrote it (is --pipeline.model."
+                    "sh-degree the same?)."
+                )
+        self.model.update_to_step(step)
+        try:
+            self.model.load_state_dict(model_state, strict=True)
+        except RuntimeError as error:
+            raise ValueError(f"The checkpoint does not fit this model: {error}") from error
+        self.panel = PartitionPanel(self.model)  # its list of partitions follows the boxes just loaded
+
+
+def _checked_state(loaded_state: Any, step: Any) -> dict[str, Tensor]:
+    """The state as a mapping of names to tensors, or a clear error."""
+    if not isinstance(loaded_state, dict) or not isinstance(step, int):
+        raise ValueError("The checkpoint is not one of splaxel: its model state or step is of the wrong type.")
+    for key, value in loaded_state.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            raise ValueError(f"The checkpoint is not one of splaxel: its entry {key!r} is no tensor.")
+    return loaded_state
+
+
+def picture_names(filenames: list[Path]) -> list[Path]:
+    """One distinct relative name per photograph: its path below the folder common to all, as PNG.
+
+    Base names repeat across the blocks of a city, so the folders are part of the name; two photographs that differ
+    only in their suffix keep it.
+    """
+    if not filenames:
+        return []
+    root = os.path.commonpath([str(path.parent) for path in filenames])
+    relative = [Path(os.path.relpath(path, root)) for path in filenames]
+    names = [path.with_suffix(".png") for path in relative]
+    count = Counter(names)
+    return [
+        name if count[name] == 1 else path.with_name(path.name + ".png")
+        for name, path in zip(names, relative, strict=True)
+    ]
+
+
+def average_metrics(results: list[dict[str, float]], with_std: bool) -> dict[str, float]:
+    """Mean, and on request standard deviation (0 for one view), of each metric over the views that have it."""
+    averages: dict[str, float] = {}
+    for key in dict.fromkeys(key for result in results for key in result):
+        values = torch.tensor([float(result[key]) for result in results if key in result], dtype=torch.float64)
+        values = values[~values.isnan()]  # of a view that is masked entirely
+        averages[key] = float(values.mean())
+        if with_std:
+            averages[f"{key}_std"] = float(values.std()) if len(values) > 1 else 0.0
+    return averages
+
+
+def _detached(values: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: torch.as_tensor(value, dtype=torch.float32).detach() for key, value in values.items()}
+
+
+def _mean(dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.stack([item[key] for item in dicts if key in item]).mean() for key in dicts[0]}

@@ -1,0 +1,467 @@
+"""The training run: where it starts, each step, what it saves and how it ends.
+
+Shapes: B views of a step. A step is one update of the parameters; images = steps x B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from nerfstudio.configs.base_config import LocalWriterConfig, LoggingConfig
+from nerfstudio.engine.callbacks import TrainingCallbackAttributes, TrainingCallbackLocation
+from nerfstudio.engine.trainer import Trainer, TrainerConfig
+from nerfstudio.utils import profiler, writer
+from nerfstudio.utils.misc import step_check
+from nerfstudio.utils.rich_utils import CONSOLE
+from nerfstudio.utils.writer import EventName, TimeWriter
+from torch import Tensor
+
+from splaxel_ns.checkpoint import (
+    checkpoint_steps,
+    generator_states,
+    load_checkpoint,
+    remove_others,
+    restore_generators,
+    write_checkpoint,
+)
+from splaxel_ns.optimization import BatchOptimizers
+from splaxel_ns.pipeline import CPU_ONLY
+from splaxel_ns.progress import ProgressLine, has_terminal
+
+if TYPE_CHECKING:
+    from splaxel_ns.pipeline import SplaxelPipeline
+
+
+@dataclass
+class SplaxelTrainerConfig(TrainerConfig):
+    """nerfstudio's training configuration with a way to continue a run.
+
+    New fields get plain defaults, never default factories: an older run's config.yml lacks them, and only a plain
+    default is found on the class.
+    """
+
+    _target: type = field(default_factory=lambda: SplaxelTrainer)
+    vis: Literal[
+        "viewer", "wandb", "tensorboard", "comet", "viewer+wandb", "viewer+tensorboard", "viewer+comet", "viewer_legacy"
+    ] = "viewer+tensorboard"
+    """Which visualizer to use. The plain viewer would turn off evaluation and event files."""
+    logging: LoggingConfig = field(
+        default_factory=lambda: LoggingConfig(local_writer=LocalWriterConfig(enable=False), profiler="none")
+    )
+    """Logging configuration. The line of progress replaces nerfstudio's table (local-writer)."""
+    resume: Literal["off", "auto"] = "off"
+    """Continue the run named by --timestamp (same --output-dir, --experiment-name and data) from its newest readable
+    checkpoint; a run that has none yet starts afresh."""
+
+    def set_timestamp(self) -> None:
+        """Name a new run after the time.
+
+        Raises:
+            ValueError: The run to be continued is not named.
+        """
+        if self.resume == "auto" and self.timestamp == "{timestamp}":
+            raise ValueError(
+                "--resume auto needs --timestamp NAME, the folder of the run to continue below "
+                f"{self.output_dir}/EXPERIMENT/{self.method_name}/: a new time stamp has nothing to resume."
+            )
+        super().set_timestamp()
+
+
+class SplaxelTrainer(Trainer):
+    """Trains on the CPU, B views per step; `max_num_iterations` is the run's total number of steps, resumed or not.
+
+    Args:
+        config: The configuration.
+        local_rank: This process on its machine; 0.
+        world_size: Number of processes; 1.
+
+    Raises:
+        ValueError: The configuration asks for several processes, mixed precision or gradient accumulation.
+    """
+
+    config: SplaxelTrainerConfig
+    pipeline: SplaxelPipeline
+    optimizers: BatchOptimizers
+
+    def __init__(self, config: SplaxelTrainerConfig, local_rank: int = 0, world_size: int = 1) -> None:
+        _refuse_unsupported(config, world_size)
+        super().__init__(config, local_rank, world_size)
+        self.device = "cpu"
+        if config.machine.device_type != "cpu":
+            CONSOLE.print(CPU_ONLY)
+        self.stop_training = False
+        self._complete = False
+        self._saved_step: int | None = None
+        self._loaded_generators: dict[str, Tensor] | None = None
+
+    def setup(self, test_mode: Literal["test", "val", "inference"] = "val") -> None:
+        """Build pipeline, optimisers, viewer and writers; the checkpoint's model is loaded before the optimisers exist.
+
+        Loading replaces the model's parameters, and optimisers made earlier would go on moving the old ones.
+        """
+        loaded = self._find_checkpoint()
+        if loaded is not None and loaded["step"] + 1 >= self.config.max_num_iterations:
+            self._complete = True
+            self.step = loaded["step"]
+            return
+        self.pipeline = self.config.pipeline.setup(
+            device=self.device,
+            test_mode=test_mode,
+            world_size=self.world_size,
+            local_rank=self.local_rank,
+            grad_scaler=self.grad_scaler,
+        )
+        self.batch_size: int = self.pipeline.datamanager.config.batch_size
+        if loaded is not None:
+            self._require_same_batch(loaded["batch_size"])
+            self.pipeline.load_pipeline(loaded["pipeline"], loaded["step"])
+        self.optimizers = self.setup_optimizers()
+        if loaded is not None:
+            self._load_state(loaded)
+        banner = self._start_viewer()
+        self._check_viewer_warnings()
+        self.callbacks = self.pipeline.get_training_callbacks(
+            TrainingCallbackAttributes(
+                optimizers=self.optimizers, grad_scaler=self.grad_scaler, pipeline=self.pipeline, trainer=self
+            )
+        )
+        self._start_writers(banner)
+
+    def setup_optimizers(self) -> BatchOptimizers:
+        """Optimisers and schedules for this run's batch size."""
+        return BatchOptimizers(self.config.optimizers, self.pipeline.get_param_groups(), self.batch_size)
+
+    def _start_viewer(self) -> list[str] | None:
+        """nerfstudio's viewer where it is wanted; returns what it wants to be printed."""
+        if not self.config.is_viewer_enabled() and not self.config.is_viewer_legacy_enabled():
+            return None
+        if self.config.is_viewer_legacy_enabled():
+            raise ValueError("--vis viewer_legacy does not know Gaussians: use --vis viewer+tensorboard.")
+        from nerfstudio.viewer.viewer import Viewer
+
+        self.viewer_state = Viewer(
+            self.config.viewer,
+            log_filename=self.base_dir / self.config.viewer.relative_log_filename,
+            datapath=self.config.data or self.base_dir,
+            pipeline=self.pipeline,
+            trainer=self,
+            train_lock=self.train_lock,  # type: ignore[arg-type]
+            share=self.config.viewer.make_share_url,
+        )
+        return self.viewer_state.viewer_info
+
+    def _start_writers(self, banner: list[str] | None) -> None:
+        log_dir = self.base_dir / self.config.logging.relative_log_dir
+        writer.setup_event_writer(
+            self.config.is_wandb_enabled(),
+            self.config.is_tensorboard_enabled(),
+            self.config.is_comet_enabled(),
+            log_dir=log_dir,
+            experiment_name=self.config.experiment_name or "unnamed",
+            project_name=self.config.project_name or "nerfstudio-project",
+        )
+        writer.setup_local_writer(self.config.logging, max_iter=self.config.max_num_iterations, banner_messages=banner)
+        for message in banner or []:
+            CONSOLE.print(message)
+        writer.put_config(name="config", config_dict=dataclasses.asdict(self.config), step=0)
+        profiler.setup_profiler(self.config.logging, log_dir)
+
+    def train(self) -> None:
+        """Run the steps that are left, save, and leave the viewer open where somebody watches.
+
+        Raises:
+            SystemExit: SIGINT or SIGTERM ended the run after its step; 128 plus the signal's number.
+            FloatingPointError: A loss was not finite.
+            RuntimeError: The final checkpoint could not be written.
+        """
+        total = self.config.max_num_iterations
+        if self._complete:
+            CONSOLE.print(
+                f"Nothing to train: {self.step + 1} steps are done and --max-num-iterations, the total, is {total}."
+            )
+            return
+        self._save_dataparser_transform()
+        self._init_viewer_state()
+        if self._loaded_generators is not None:
+            restore_generators(self._loaded_generators)
+        self.step = self._start_step - 1  # the last finished step
+        try:
+            with (
+                StopSignals() as signals,
+                TimeWriter(writer, EventName.TOTAL_TRAIN_TIME),
+                ProgressLine(total, self.config.logging.steps_per_log, has_terminal()) as progress,
+            ):
+                for step in range(self._start_step, total):
+                    self._wait_while_paused(signals)
+                    if self.stop_training or signals.received is not None:
+                        break
+                    self._run_step(step, progress)
+            if signals.received is not None:
+                self._end_on_signal(signals.received)
+        finally:
+            _flush_writers()
+        self._after_train()
+
+    def _run_step(self, step: int, progress: ProgressLine) -> None:
+        """One step with everything nerfstudio hangs on it: callbacks, viewer, event files, evaluation, checkpoint."""
+        with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as timer:
+            self.pipeline.train()
+            self._run_callbacks(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
+            loss, loss_dict, metrics_dict = self.train_iteration(step)
+            self._run_callbacks(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
+        self.step = step
+        num_gaussians = self.pipeline.model.num_points
+        progress.update(step, timer.duration, float(loss), float(metrics_dict["psnr"]), num_gaussians)
+        if step > 1:  # the first steps would skew the viewer's estimate of how often it may render
+            rays = self.pipeline.datamanager.get_train_rays_per_batch()
+            writer.put_time(EventName.TRAIN_RAYS_PER_SEC, rays / max(1e-3, timer.duration), step, avg_over_steps=True)
+        self._update_viewer_state(step)
+        if step_check(step, self.config.logging.steps_per_log, run_at_zero=True):
+            writer.put_scalar("Train Loss", loss, step)
+            writer.put_dict("Train Loss Dict", loss_dict, step)
+            writer.put_dict("Train Metrics Dict", metrics_dict | {"gaussian_count": num_gaussians}, step)
+            writer.put_dict("learning_rate", self.optimizers.learning_rates(), step)
+        if self.pipeline.datamanager.eval_dataset and self._evaluation_due(step):
+            with self.train_lock, progress.paused():
+                self.eval_iteration(step)
+        if step_check(step, self.config.steps_per_save):
+            self.save_checkpoint(step)
+        writer.write_out_storage()
+
+    def train_iteration(self, step: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Gradients of the step's B views, one update of every parameter, then growing and pruning.
+
+        Returns:
+            loss, its terms and the metrics: means over the views.
+        """
+        self.optimizers.zero_grad_all()
+        loss, loss_dict, metrics_dict = self.pipeline.train_step(step)
+        if self.config.log_gradients:
+            metrics_dict |= self._gradient_norms()
+        self.optimizers.optimizer_step_all()
+        self.optimizers.scheduler_step_all(step)
+        self.pipeline.model.refine(step)
+        return loss, loss_dict, metrics_dict
+
+    def _gradient_norms(self) -> dict[str, Tensor]:
+        named = self.pipeline.model.named_parameters()
+        norms = {f"Gradients/{name}": value.grad.norm() for name, value in named if value.grad is not None}
+        return norms | {"Gradients/Total": torch.stack([*norms.values(), torch.zeros(())]).sum()}
+
+    def _run_callbacks(self, step: int, location: TrainingCallbackLocation) -> None:
+        for callback in self.callbacks:
+            callback.run_callback_at_location(step, location=location)
+
+    def _evaluation_due(self, step: int) -> bool:
+        config = self.config
+        intervals = (config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images)
+        return any(step_check(step, interval) for interval in intervals)
+
+    def _wait_while_paused(self, signals: StopSignals) -> None:
+        while self.training_state == "paused" and not self.stop_training and signals.received is None:
+            time.sleep(0.05)
+
+    def _save_dataparser_transform(self) -> None:
+        outputs = getattr(self.pipeline.datamanager, "train_dataparser_outputs", None)
+        if outputs is not None:
+            outputs.save_dataparser_transform(self.base_dir / "dataparser_transforms.json")
+
+    def save_checkpoint(self, step: int) -> None:
+        """Write the run's state after `step`; if that fails, say so, keep the checkpoint before, and go on."""
+        if step < 0 or step == self._saved_step:
+            return
+        try:
+            path = write_checkpoint(self.checkpoint_dir, step, self._state(step))
+            self._saved_step = step
+            if self.config.save_only_latest_checkpoint:
+                remove_others(self.checkpoint_dir, keep=path)
+        except OSError as error:
+            CONSOLE.print(
+                f"Could not save the checkpoint of step {step}: {error}. Checkpoints written before are untouched; "
+                "training goes on. Free space or make the folder writable before it ends.",
+                style="bold red",
+            )
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "pipeline": dict(self.pipeline.state_dict()),
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.optimizers.items()},
+            "schedulers": {name: scheduler.state_dict() for name, scheduler in self.optimizers.schedulers.items()},
+            "scalers": {},
+            "batch_size": self.batch_size,
+            "datamanager": self.pipeline.datamanager.state_dict(),
+            "model": self.pipeline.model.training_state(),
+            "generators": generator_states(),
+        }
+
+    def _find_checkpoint(self) -> dict[str, Any] | None:
+        """The content of the checkpoint this run starts from, None for a fresh start.
+
+        Raises:
+            ValueError: A checkpoint was asked for and none of those there can be read.
+        """
+        config = self.config
+        own = checkpoint_steps(self.checkpoint_dir)
+        if config.resume == "auto" and own:
+            return _newest_readable(self.checkpoint_dir)
+        if own:
+            CONSOLE.print(
+                f"{self.checkpoint_dir} holds the checkpoints of an earlier run: the first one that this run writes "
+                "replaces them. (--resume auto would have continued it.)"
+            )
+        if config.load_dir is not None:
+            if config.load_step is not None:
+                return _announced(config.load_dir / f"step-{config.load_step:09d}.ckpt")
+            return _newest_readable(config.load_dir)
+        if config.load_checkpoint is not None:
+            return _announced(config.load_checkpoint)
+        if config.resume == "auto":
+            CONSOLE.print(f"{self.checkpoint_dir} holds no checkpoint yet: training starts from scratch.")
+        return None
+
+    def _load_state(self, loaded: dict[str, Any]) -> None:
+        """Continue optimisers, schedules, datamanager and densification where the checkpoint left them."""
+        self._start_step = loaded["step"] + 1
+        names = set(self.optimizers.optimizers)
+        if names != set(loaded["optimizers"]):
+            raise ValueError(
+                f"The checkpoint has optimisers for {', '.join(sorted(loaded['optimizers']))}, this configuration for "
+                f"{', '.join(sorted(names))}: continue with the flags of the run that wrote it."
+            )
+        try:
+            self.optimizers.load_optimizers(loaded["optimizers"])
+            if self.config.load_scheduler:
+                self.optimizers.load_schedulers(loaded["schedulers"])
+            self.pipeline.datamanager.load_state_dict(loaded["datamanager"])
+            self.pipeline.model.load_training_state(loaded["model"])
+        except (KeyError, TypeError, IndexError, RuntimeError) as error:
+            raise ValueError(
+                f"The checkpoint's state does not fit this configuration ({type(error).__name__}: {error}): continue "
+                "with the flags and the data of the run that wrote it."
+            ) from error
+        self._loaded_generators = loaded["generators"]
+
+    def _require_same_batch(self, batch_size: int) -> None:
+        if batch_size != self.batch_size:
+            raise ValueError(
+                f"The checkpoint was trained with batches of {batch_size}, this run has {self.batch_size}; schedules "
+                f"count images: continue with --pipeline.datamanager.batch-size {batch_size}."
+            )
+
+    def _end_on_signal(self, number: int) -> None:
+        with self.train_lock:
+            self.save_checkpoint(self.step)
+        saved = f"its checkpoint is in {self.checkpoint_dir}" if self._saved_step == self.step else "nothing was saved"
+        CONSOLE.print(
+            f"Stopped by {signal.Signals(number).name} after {self.step + 1} of {self.config.max_num_iterations} "
+            f"steps; {saved}. Continue with --resume auto --timestamp {self.config.timestamp}."
+        )
+        self._close_viewer()
+        raise SystemExit(128 + number)
+
+    def _after_train(self) -> None:
+        """Save, run the last callbacks, and keep the viewer where somebody can still use it."""
+        self.training_state = "completed"
+        self.save_checkpoint(self.step)
+        if self.step >= 0 and self._saved_step != self.step:
+            raise RuntimeError(
+                f"Training ended at step {self.step}, but its checkpoint could not be written to {self.checkpoint_dir} "
+                f"(see above). The last one saved is that of step {self._saved_step}."
+            )
+        writer.write_out_storage()
+        CONSOLE.print(f"{self.step + 1} steps are done. Configuration: {self.base_dir / 'config.yml'}")
+        CONSOLE.print(f"Checkpoints: {self.checkpoint_dir}")
+        self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
+        if self.viewer_state is not None and has_terminal() and not self.config.viewer.quit_on_train_completion:
+            try:
+                self._train_complete_viewer()
+            except KeyboardInterrupt:
+                CONSOLE.print("Viewer closed.")
+        _flush_writers()
+        self._close_viewer()
+
+    def _close_viewer(self) -> None:
+        if self.viewer_state is not None:
+            self.shutdown()
+
+
+class StopSignals:
+    """While active, the first SIGINT or SIGTERM is only noted; a second SIGINT interrupts at once.
+
+    Signals can only be handled in the main thread; elsewhere this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is None:
+            self.received = number
+            # Not through a print lock: the handler may run inside one.
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nStopping after this step ...\n")
+
+
+def _refuse_unsupported(config: SplaxelTrainerConfig, world_size: int) -> None:
+    if world_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("splaxel trains in one process so far: use --machine.num-devices 1 and no torchrun.")
+    if config.mixed_precision or config.use_grad_scaler:
+        raise ValueError("splaxel trains in float32: leave out --mixed-precision and --use-grad-scaler.")
+    if any(steps != 1 for steps in config.gradient_accumulation_steps.values()):
+        raise ValueError(
+            "splaxel accumulates gradients over the views of a step: instead of --gradient-accumulation-steps use "
+            "--pipeline.datamanager.batch-size."
+        )
+
+
+def _newest_readable(directory: Path) -> dict[str, Any]:
+    """The newest checkpoint in a folder that can be read; older ones are tried with a warning."""
+    steps = checkpoint_steps(directory)
+    if not steps:
+        raise ValueError(f"There is no checkpoint (step-XXXXXXXXX.ckpt) in {directory}.")
+    problems: list[str] = []
+    for step in reversed(steps):
+        try:
+            return _announced(directory / f"step-{step:09d}.ckpt")
+        except ValueError as error:
+            problems.append(str(error))
+            if step != steps[0]:
+                CONSOLE.print(f"{error} Trying the one before.", style="bold yellow")
+    raise ValueError(problems[0] if len(problems) == 1 else "No checkpoint can be read. " + " ".join(problems))
+
+
+def _announced(path: Path) -> dict[str, Any]:
+    loaded = load_checkpoint(path)
+    CONSOLE.print(f"Continuing after step {loaded['step']} from {path}")
+    return loaded
+
+
+def _flush_writers() -> None:
+    """Event files are complete from here on, however the process ends."""
+    writer.write_out_storage()
+    for event_writer in writer.EVENT_WRITERS:
+        flush: Callable[[], None] | None = getattr(getattr(event_writer, "tb_writer", None), "flush", None)
+        if flush is not None:
+            flush()
