@@ -61,6 +61,11 @@ class ColmapImages:
     translations: np.ndarray  # [N, 3] float64, world to camera
     camera_ids: np.ndarray  # [N] int64
 
+    def take(self, rows: np.ndarray) -> ColmapImages:
+        """Some of the images."""
+        names = [self.names[row] for row in rows]
+        return ColmapImages(names, self.quats[rows], self.translations[rows], self.camera_ids[rows])
+
 
 def is_model(folder: Path) -> bool:
     """Whether the folder holds cameras and images of one format."""
