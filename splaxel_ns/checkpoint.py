@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
 FORMAT = "splaxel"
@@ -122,6 +123,23 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         ) from error
     _check_content(path, content, remedy)
     return content
+
+
+def load_newest_checkpoint(directory: Path) -> dict[str, Any]:
+    """Read the newest checkpoint in a folder; one that cannot be read is reported, and the one before is tried.
+
+    Raises:
+        ValueError: There is none, or none can be read.
+    """
+    steps = checkpoint_steps(directory)
+    if not steps:
+        raise ValueError(f"There is no checkpoint (step-XXXXXXXXX.ckpt) in {directory}.")
+    for step in reversed(steps[1:]):
+        try:
+            return load_checkpoint(directory / f"step-{step:09d}.ckpt")
+        except ValueError as error:
+            CONSOLE.print(f"{error} Trying the one before.", style="bold yellow")
+    return load_checkpoint(directory / f"step-{steps[0]:09d}.ckpt")
 
 
 def _check_content(path: Path, content: Any, remedy: str) -> None:

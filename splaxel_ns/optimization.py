@@ -52,7 +52,9 @@ def _for_batch(group: dict[str, Any], batch_size: int) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(scheduler)):
         value: Any = getattr(scheduler, name)
-        if name in RATES and value is not None:
+        if value is None:
+            continue
+        if name in RATES:
             changes[name] = value * root
         elif name in INTERVALS:
             changes[name] = value / batch_size

@@ -67,7 +67,7 @@ class SplaxelPipeline(VanillaPipeline):
         # A world of one: the stock pipeline would wrap the model in DistributedDataParallel on the GPU `local_rank`.
         super().__init__(config, "cpu", test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         self.world_size = world_size
-        self.model.set_training_views(self.datamanager.train_dataset.cameras, config.datamanager.batch_size)
+        self.model.set_training_views(self.datamanager.train_dataset.cameras, self.datamanager.config.batch_size)
         self.panel = PartitionPanel(self.model)
         self._protocol_printed = False
 
@@ -111,7 +111,7 @@ class SplaxelPipeline(VanillaPipeline):
     def _require_finite(self, loss: Tensor, terms: dict[str, Tensor], step: int, batch: dict[str, Any]) -> None:
         if torch.isfinite(loss):
             return
-        shown = ", ".join(f"{name} {float(value):g}" for name, value in terms.items())
+        shown = ", ".join(f"{name} {torch.as_tensor(value).item():g}" for name, value in terms.items())
         raise FloatingPointError(
             f"The loss became {loss.item():g} at step {step}, view {self._view_name(batch)} ({shown}). Training stops; "
             "checkpoints written before are untouched. Look at this photograph and its mask, or lower the learning "

@@ -8,12 +8,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,17 +19,19 @@ from nerfstudio.engine.trainer import Trainer, TrainerConfig
 from nerfstudio.utils import profiler, writer
 from nerfstudio.utils.misc import step_check
 from nerfstudio.utils.rich_utils import CONSOLE
-from nerfstudio.utils.writer import EventName, TimeWriter
+from nerfstudio.utils.writer import EventName, TensorboardWriter, TimeWriter
 from torch import Tensor
 
 from splaxel_ns.checkpoint import (
     checkpoint_steps,
     generator_states,
     load_checkpoint,
+    load_newest_checkpoint,
     remove_others,
     restore_generators,
     write_checkpoint,
 )
+from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import BatchOptimizers
 from splaxel_ns.pipeline import CPU_ONLY
 from splaxel_ns.progress import ProgressLine, has_terminal
@@ -209,7 +207,7 @@ class SplaxelTrainer(Trainer):
             if signals.received is not None:
                 self._end_on_signal(signals.received)
         finally:
-            _flush_writers()
+            _write_events(flush=True)
         self._after_train()
 
     def _run_step(self, step: int, progress: ProgressLine) -> None:
@@ -236,7 +234,7 @@ class SplaxelTrainer(Trainer):
                 self.eval_iteration(step)
         if step_check(step, self.config.steps_per_save):
             self.save_checkpoint(step)
-        writer.write_out_storage()
+        _write_events()
 
     def train_iteration(self, step: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Gradients of the step's B views, one update of every parameter, then growing and pruning.
@@ -314,7 +312,7 @@ class SplaxelTrainer(Trainer):
         config = self.config
         own = checkpoint_steps(self.checkpoint_dir)
         if config.resume == "auto" and own:
-            return _newest_readable(self.checkpoint_dir)
+            return load_newest_checkpoint(self.checkpoint_dir)
         if own:
             CONSOLE.print(
                 f"{self.checkpoint_dir} holds the checkpoints of an earlier run: the first one that this run writes "
@@ -322,10 +320,10 @@ class SplaxelTrainer(Trainer):
             )
         if config.load_dir is not None:
             if config.load_step is not None:
-                return _announced(config.load_dir / f"step-{config.load_step:09d}.ckpt")
-            return _newest_readable(config.load_dir)
+                return load_checkpoint(config.load_dir / f"step-{config.load_step:09d}.ckpt")
+            return load_newest_checkpoint(config.load_dir)
         if config.load_checkpoint is not None:
-            return _announced(config.load_checkpoint)
+            return load_checkpoint(config.load_checkpoint)
         if config.resume == "auto":
             CONSOLE.print(f"{self.checkpoint_dir} holds no checkpoint yet: training starts from scratch.")
         return None
@@ -333,6 +331,7 @@ class SplaxelTrainer(Trainer):
     def _load_state(self, loaded: dict[str, Any]) -> None:
         """Continue optimisers, schedules, datamanager and densification where the checkpoint left them."""
         self._start_step = loaded["step"] + 1
+        CONSOLE.print(f"Continuing at step {self._start_step}.")
         names = set(self.optimizers.optimizers)
         if names != set(loaded["optimizers"]):
             raise ValueError(
@@ -379,7 +378,6 @@ class SplaxelTrainer(Trainer):
                 f"Training ended at step {self.step}, but its checkpoint could not be written to {self.checkpoint_dir} "
                 f"(see above). The last one saved is that of step {self._saved_step}."
             )
-        writer.write_out_storage()
         CONSOLE.print(f"{self.step + 1} steps are done. Configuration: {self.base_dir / 'config.yml'}")
         CONSOLE.print(f"Checkpoints: {self.checkpoint_dir}")
         self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
@@ -388,40 +386,12 @@ class SplaxelTrainer(Trainer):
                 self._train_complete_viewer()
             except KeyboardInterrupt:
                 CONSOLE.print("Viewer closed.")
-        _flush_writers()
+        _write_events(flush=True)
         self._close_viewer()
 
     def _close_viewer(self) -> None:
         if self.viewer_state is not None:
             self.shutdown()
-
-
-class StopSignals:
-    """While active, the first SIGINT or SIGTERM is only noted; a second SIGINT interrupts at once.
-
-    Signals can only be handled in the main thread; elsewhere this does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.received is None:
-            self.received = number
-            # Not through a print lock: the handler may run inside one.
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nStopping after this step ...\n")
 
 
 def _refuse_unsupported(config: SplaxelTrainerConfig, world_size: int) -> None:
@@ -436,32 +406,19 @@ def _refuse_unsupported(config: SplaxelTrainerConfig, world_size: int) -> None:
         )
 
 
-def _newest_readable(directory: Path) -> dict[str, Any]:
-    """The newest checkpoint in a folder that can be read; older ones are tried with a warning."""
-    steps = checkpoint_steps(directory)
-    if not steps:
-        raise ValueError(f"There is no checkpoint (step-XXXXXXXXX.ckpt) in {directory}.")
-    problems: list[str] = []
-    for step in reversed(steps):
-        try:
-            return _announced(directory / f"step-{step:09d}.ckpt")
-        except ValueError as error:
-            problems.append(str(error))
-            if step != steps[0]:
-                CONSOLE.print(f"{error} Trying the one before.", style="bold yellow")
-    raise ValueError(problems[0] if len(problems) == 1 else "No checkpoint can be read. " + " ".join(problems))
+def _write_events(flush: bool = False) -> None:
+    """Hand what was logged to the event files; a full disk ends those, not the training.
 
-
-def _announced(path: Path) -> dict[str, Any]:
-    loaded = load_checkpoint(path)
-    CONSOLE.print(f"Continuing after step {loaded['step']} from {path}")
-    return loaded
-
-
-def _flush_writers() -> None:
-    """Event files are complete from here on, however the process ends."""
-    writer.write_out_storage()
-    for event_writer in writer.EVENT_WRITERS:
-        flush: Callable[[], None] | None = getattr(getattr(event_writer, "tb_writer", None), "flush", None)
-        if flush is not None:
-            flush()
+    Args:
+        flush: Also make the files complete, for the process may end here.
+    """
+    try:
+        writer.write_out_storage()
+        for event_writer in writer.EVENT_WRITERS if flush else ():
+            if isinstance(event_writer, TensorboardWriter):
+                event_writer.tb_writer.flush()
+    except OSError as error:
+        writer.EVENT_STORAGE.clear()
+        # Its thread has ended with this error and would raise it again at every step.
+        writer.EVENT_WRITERS[:] = [item for item in writer.EVENT_WRITERS if not isinstance(item, TensorboardWriter)]
+        CONSOLE.print(f"The event files cannot be written any more ({error}); training goes on.", style="bold red")

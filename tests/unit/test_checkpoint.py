@@ -89,7 +89,7 @@ def test_newest_ignores_junk_names(tmp_path: Path) -> None:
     (tmp_path / "step-000000999.ckpt").mkdir()
     assert checkpoint_steps(tmp_path) == [9, 10]
     newest = newest_checkpoint(tmp_path)
-    assert newest == tmp_path / "step-000000010.ckpt"
+    assert newest is not None and newest == tmp_path / "step-000000010.ckpt"
     remove_others(tmp_path, newest)
     assert checkpoint_steps(tmp_path) == [10]
     assert (tmp_path / "._x-1.y").exists()

@@ -27,10 +27,11 @@ from nerfstudio.utils import profiler, writer
 from torch import Tensor
 
 from splaxel_ns.checkpoint import checkpoint_steps, load_checkpoint, newest_checkpoint
+from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import BatchOptimizers
 from splaxel_ns.pipeline import SplaxelPipelineConfig, average_metrics, picture_names
 from splaxel_ns.progress import ProgressLine, clock
-from splaxel_ns.trainer import SplaxelTrainerConfig, StopSignals
+from splaxel_ns.trainer import SplaxelTrainerConfig
 
 NUM_VIEWS = 5
 
@@ -56,6 +57,7 @@ class ToyModel(torch.nn.Module):
         self.tree = SimpleNamespace(num_partitions=1)
         self.step = 0
         self.views_seen = 0
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
 
     @property
     def device(self) -> torch.device:
@@ -202,7 +204,7 @@ def make_config(folder: Path, total: int, **changes: Any) -> SplaxelTrainerConfi
         max_num_iterations=total,
         steps_per_eval_batch=0,
         steps_per_eval_image=0,
-        steps_per_eval_all_images=0,
+        steps_per_eval_all_images=changes.pop("steps_per_eval_all_images", 0),
         pipeline=SplaxelPipelineConfig(
             datamanager=ToyDatamanagerConfig(batch_size=batch_size, num_eval=num_eval),  # type: ignore[arg-type]
             model=ToyModelConfig(),  # type: ignore[arg-type]
@@ -372,7 +374,7 @@ def test_a_signal_saves_after_the_step_and_exits(tmp_path: Path, capsys: Any, nu
     assert stopped.value.code == 128 + number
     assert signal.getsignal(number) is before
     assert checkpoint_steps(models(tmp_path)) == [6]
-    assert "--resume auto --timestamp run" in capsys.readouterr().out.replace("\n", " ")
+    assert "--resume auto --timestamp run" in " ".join(capsys.readouterr().out.split())
     assert list(run(make_config(tmp_path, 9, resume="auto")).losses) == [7, 8]
 
 
@@ -405,6 +407,7 @@ def test_stop_and_pause_from_the_viewer(tmp_path: Path) -> None:
     assert checkpoint_steps(models(tmp_path)) == [4], "the last step done, not the next"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_does_not_end_training(tmp_path: Path, capsys: Any) -> None:
     trainer = start(make_config(tmp_path, 30, steps_per_save=5))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -420,6 +423,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, capsys: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     out = " ".join(capsys.readouterr().out.split())
     assert "Could not save the checkpoint of step 10" in out and "training goes on" in out
+    assert out.count("event files cannot be written") == 1
     assert checkpoint_steps(models(tmp_path)) == [29]
 
 
