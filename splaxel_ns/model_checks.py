@@ -1,0 +1,88 @@
+"""What a configuration and a checkpoint must satisfy before a model is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
+
+from nerfstudio.models.splatfacto import num_sh_bases
+from torch import Tensor
+
+from splaxel_ns.types import Boundary
+
+if TYPE_CHECKING:
+    from splaxel_ns.model import SplaxelModelConfig
+
+MAX_PARTITIONS = 16
+MAX_SH_DEGREE = 3
+
+
+def check_config(config: SplaxelModelConfig) -> None:
+    """Refuse what is out of range or not available.
+
+    Raises:
+        ValueError: Naming the option, its value and the remedy.
+    """
+    option = "--pipeline.model."
+    unavailable = {
+        "use-bilateral-grid": config.use_bilateral_grid,
+        "color-corrected-metrics": config.color_corrected_metrics,
+        "camera-optimizer.mode": config.camera_optimizer.mode != "off",
+    }
+    for name, asked in unavailable.items():
+        if asked:
+            raise ValueError(f"{option}{name} is not available in splaxel yet: leave it out, or train with splatfacto")
+    choices = {
+        "boundary": (config.boundary, get_args(Boundary)),
+        "rasterize-mode": (config.rasterize_mode, ("classic", "antialiased")),
+        "background-color": (config.background_color, ("random", "black", "white")),
+    }
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ValueError(f"{option}{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    ranges = {
+        "num-partitions": (config.num_partitions, 1, MAX_PARTITIONS),
+        "sh-degree": (config.sh_degree, 0, MAX_SH_DEGREE),
+        "ssim-lambda": (config.ssim_lambda, 0, 1),
+        "transmittance-stop": (config.transmittance_stop, 0, 0.5),
+        "num-downscales": (config.num_downscales, 0, 16),
+        "max-gaussians": (config.max_gaussians, 0, 2**31 - 1),
+        "num-random": (config.num_random, 0, 2**31 - 1),
+        "near-plane": (0 if config.near_plane is None else config.near_plane, 0, 1e10),
+    }
+    for name, (value, low, high) in ranges.items():
+        if not low <= value <= high:
+            raise ValueError(f"{option}{name} is {value}; it must be from {low} to {high}")
+    for name in ("refine_every", "reset_alpha_every", "resolution_schedule", "sh_degree_interval"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{option}{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")
+
+
+def check_state(state: Mapping[str, Any], sh_degree: int) -> None:
+    """Refuse the state of another method, another SH degree, or a damaged one.
+
+    Raises:
+        ValueError: Naming what is missing or does not fit.
+    """
+    shapes = {
+        "gauss_params.means": (3,),
+        "gauss_params.scales": (3,),
+        "gauss_params.quats": (4,),
+        "gauss_params.features_dc": (3,),
+        "gauss_params.features_rest": (num_sh_bases(sh_degree) - 1, 3),
+        "gauss_params.opacities": (1,),
+    }
+    needed = [*shapes, "tree_axis", "tree_threshold", "tree_children", "near_plane"]
+    missing = [name for name in needed if not isinstance(state.get(name), Tensor)]
+    if missing:
+        hint = "; it may be one of splatfacto" if "gauss_params.means" not in missing else ""
+        raise ValueError(f"This is not the checkpoint of a splaxel model{hint}: it lacks {', '.join(missing)}")
+    num = state["gauss_params.means"].shape[0] if state["gauss_params.means"].dim() else 0
+    for name, shape in shapes.items():
+        if tuple(state[name].shape) != (num, *shape):
+            raise ValueError(
+                f"The checkpoint does not fit: {name} is {list(state[name].shape)}, expected {[num, *shape]}. Use the "
+                f"config.yml of the run that wrote it (--pipeline.model.sh-degree is {sh_degree} here)"
+            )
+    if state["near_plane"].numel() != 1 or not state["near_plane"].isfinite().all():
+        raise ValueError(f"The checkpoint is damaged: near_plane is {state['near_plane'].tolist()}")

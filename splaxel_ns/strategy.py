@@ -1,0 +1,258 @@
+"""Growing and pruning: gsplat's default strategy with statistics per view, and every interval stated in images.
+
+A step at batch size B takes B views, so step s has B s images behind it; batch 4 for N / 4 steps follows the
+schedule of batch 1 for N (the intervals of splatfacto's configuration are images).
+Shapes: N Gaussians, H x W pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from gsplat.strategy import DefaultStrategy
+from gsplat.strategy.ops import duplicate, remove, reset_opa, split
+from torch import Tensor
+
+from splaxel_ns.render import screen_radii
+
+STATISTICS = ("grad2d", "count", "radii")
+
+
+@dataclass
+class RefineReport:
+    """What one refinement did, for the log."""
+
+    images: int
+    num_duplicated: int = 0
+    num_split: int = 0
+    num_held_back: int = 0
+    """Gaussians that wanted to grow and found the cap reached."""
+    pruned: dict[str, int] = field(default_factory=dict)
+    """Removed Gaussians by reason."""
+    spared: int = 0
+    """Gaussians kept although the rules would remove all there are."""
+    num_gaussians: int = 0
+    refined: bool = False
+    opacities_reset: bool = False
+
+    def __str__(self) -> str:
+        parts = []
+        if self.refined:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.pruned.items() if count)
+            parts.append(
+                f"{self.num_duplicated} duplicated, {self.num_split} split, {sum(self.pruned.values())} pruned"
+                + (f" ({reasons})" if reasons else "")
+            )
+        if self.num_held_back:
+            parts.append(f"{self.num_held_back} held back by max_gaussians")
+        if self.spared:
+            parts.append(f"all {self.spared} ought to go and were kept")
+        if self.opacities_reset:
+            parts.append("opacities reset")
+        return f"{self.images} images: {'; '.join(parts)}; now {self.num_gaussians} Gaussians"
+
+
+def crosses(step: int, batch_size: int, interval: int) -> bool:
+    """Whether a multiple of `interval` images lies in the images that step `step` (from 0) added to the count."""
+    images = step * batch_size
+    return images // interval != (images - batch_size) // interval
+
+
+def derived_seed(*numbers: int) -> int:
+    """One 32-bit seed from several numbers, well mixed, the same on every rank and platform."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed ^ (number & 0xFFFFFFFFFFFFFFFF)) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 29
+    return (mixed ^ mixed >> 32) & 0xFFFFFFFF
+
+
+@dataclass
+class SplaxelStrategy(DefaultStrategy):
+    """`DefaultStrategy` whose statistics are taken per view and whose refinement happens once per step.
+
+    Steps of the base class's fields are images here. `pause_refine_after_reset` counts only after a reset that
+    has happened.
+    """
+
+    max_gaussians: int = 0
+    """Growth stops at this many Gaussians, the largest gradients first; 0: no limit."""
+    seed: int = 0
+    """Splitting draws from a generator seeded with this and the step, so a resumed run draws the same."""
+
+    def step_post_backward(
+        self, params: Any, optimizers: Any, state: dict[str, Any], step: int, info: dict[str, Any], packed: bool = False
+    ) -> None:
+        """gsplat's call for batch size 1: statistics of the one view, then refinement."""
+        assert not packed, "Splats of a view are never packed here"
+        self.update(state, info, step)
+        self.refine(params, optimizers, state, step)
+
+    @torch.no_grad()
+    def update(self, state: dict[str, Any], info: dict[str, Any], images: int, mask: Tensor | None = None) -> None:
+        """Add one view's image-plane gradients to the statistics, after its backward pass.
+
+        Args:
+            state: Statistics, changed in place.
+            info: Of the render: means2d with `absgrad` (or `grad`) [N, 2], conics [N, 3], extents [N, 2], width,
+                height and n_cameras, the batch size that divided the loss.
+            images: Images seen before this step.
+            mask: True where a pixel counts.  # [H, W, 1] or None
+        """
+        if images >= self.refine_stop_iter:
+            return
+        means2d, extents = info["means2d"].detach(), info["extents"]
+        grads = getattr(info["means2d"], "absgrad", None) if self.absgrad else info["means2d"].grad
+        for key in STATISTICS:
+            if state.get(key) is None and key in state:
+                state[key] = torch.zeros(len(means2d), device=means2d.device)
+        if grads is None:  # nothing was drawn, so nothing was differentiated
+            return
+        seen = extents.amin(dim=-1) > 0  # [N]
+        if mask is not None:
+            seen &= covers_any(means2d, extents, mask)
+        ids = torch.where(seen)[0]
+        # In units of half the image, so that the threshold is the same at every resolution; the loss of a step is
+        # the mean over its views, hence the factor n_cameras.
+        to_screen = torch.tensor([info["width"], info["height"]], dtype=grads.dtype, device=grads.device) / 2.0
+        norms = (grads[ids] * (to_screen * info["n_cameras"])).norm(dim=-1)
+        state["grad2d"].index_add_(0, ids, norms)
+        state["count"].index_add_(0, ids, torch.ones_like(norms))
+        if "radii" in state and images < self.refine_scale2d_stop_iter:
+            radii = screen_radii(info["conics"][ids]) / float(max(info["width"], info["height"]))
+            state["radii"][ids] = torch.maximum(state["radii"][ids], radii)
+
+    def refine(
+        self, params: Any, optimizers: Any, state: dict[str, Any], step: int, batch_size: int = 1
+    ) -> RefineReport | None:
+        """Grow, prune and reset where the schedule says so; parameters and optimiser state move together.
+
+        Args:
+            params: The Gaussians' parameters by name.
+            optimizers: Their optimisers by the same names.
+            state: Statistics, changed in place.
+            step: Step whose backward passes are done, from 0.
+            batch_size: Views per step.
+
+        Returns:
+            What was done, or None if nothing was due.
+        """
+        images = step * batch_size
+        if step == 0 or images >= self.refine_stop_iter:
+            return None
+        report = RefineReport(images)
+        last_reset = images // self.reset_every * self.reset_every
+        paused = last_reset > 0 and images - last_reset < self.pause_refine_after_reset
+        if images > self.refine_start_iter and crosses(step, batch_size, self.refine_every) and not paused:
+            report.refined = True
+            if state["count"] is not None:
+                self._grow(params, optimizers, state, report)
+                self._prune(params, optimizers, state, report)
+                for key in STATISTICS:
+                    if key in state:
+                        state[key].zero_()
+        if crosses(step, batch_size, self.reset_every):
+            reset_opa(params=params, optimizers=optimizers, state=state, value=self.prune_opa * 2.0)
+            report.opacities_reset = True
+        report.num_gaussians = len(params["means"])
+        return report if report.refined or report.opacities_reset else None
+
+    @torch.no_grad()
+    def _grow(self, params: Any, optimizers: Any, state: dict[str, Any], report: RefineReport) -> None:
+        grads = state["grad2d"] / state["count"].clamp_min(1)  # [N]
+        high = grads > self.grow_grad2d
+        small = torch.exp(params["scales"]).amax(dim=-1) <= self.grow_scale3d * state["scene_scale"]
+        is_dupli = high & small
+        is_split = high & ~small
+        if report.images < self.refine_scale2d_stop_iter:
+            is_split |= state["radii"] > self.grow_scale2d
+        if self.max_gaussians > 0:
+            allowed = within_room(grads, is_dupli.int() + is_split.int(), self.max_gaussians - len(grads))
+            report.num_held_back = int(((is_dupli | is_split) & ~allowed).sum())
+            is_dupli &= allowed
+            is_split &= allowed
+        report.num_duplicated, report.num_split = int(is_dupli.sum()), int(is_split.sum())
+        if report.num_duplicated:
+            duplicate(params=params, optimizers=optimizers, state=state, mask=is_dupli)
+        if report.num_split:
+            is_split = torch.cat([is_split, is_split.new_zeros(report.num_duplicated)])
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derived_seed(self.seed, report.images))
+                split(
+                    params=params,
+                    optimizers=optimizers,
+                    state=state,
+                    mask=is_split,
+                    revised_opacity=self.revised_opacity,
+                )
+
+    @torch.no_grad()
+    def _prune(self, params: Any, optimizers: Any, state: dict[str, Any], report: RefineReport) -> None:
+        finite = torch.stack([torch.isfinite(p).flatten(1).all(dim=1) for p in params.values()])
+        rules = {
+            "not finite": ~finite.all(dim=0),
+            "transparent": torch.sigmoid(params["opacities"].flatten()) < self.prune_opa,
+        }
+        if report.images > self.reset_every:
+            largest = torch.exp(params["scales"]).amax(dim=-1)
+            rules["too large"] = largest > self.prune_scale3d * state["scene_scale"]
+            if report.images < self.refine_scale2d_stop_iter:
+                rules["too large on screen"] = state["radii"] > self.prune_scale2d
+        doomed = torch.zeros(len(params["means"]), dtype=torch.bool, device=params["means"].device)
+        counts = {}
+        for reason, rule in rules.items():
+            counts[reason] = int((rule & ~doomed).sum())
+            doomed |= rule
+        if bool(doomed.all()):
+            # A model without Gaussians cannot grow any again, while these may become visible or opaque later.
+            report.spared = len(doomed)
+            return
+        report.pruned = counts
+        if bool(doomed.any()):
+            remove(params=params, optimizers=optimizers, state=state, mask=doomed)
+
+
+def within_room(grads: Tensor, growth: Tensor, room: int) -> Tensor:
+    """The Gaussians that may grow when only `room` new ones fit: those with the largest gradients.
+
+    Args:
+        grads: What they are ranked by; ties go to the lower index.  # [N]
+        growth: New Gaussians that each would make.  # [N] int
+        room: How many fit; may be negative.
+
+    Returns:
+        [N] bool.
+    """
+    ranked = torch.argsort(torch.where(growth > 0, grads, -1.0), descending=True, stable=True)
+    allowed = torch.zeros_like(growth, dtype=torch.bool)
+    allowed[ranked] = growth[ranked].cumsum(0) <= room
+    return allowed
+
+
+def covers_any(means2d: Tensor, extents: Tensor, mask: Tensor) -> Tensor:
+    """Whether the box means2d +- extents holds the centre of a pixel that counts.
+
+    Args:
+        means2d: Centres in pixels.  # [N, 2]
+        extents: Half sizes in pixels.  # [N, 2]
+        mask: True where a pixel counts.  # [H, W, 1]
+
+    Returns:
+        [N] bool.
+    """
+    height, width = mask.shape[:2]
+    area = torch.zeros(height + 1, width + 1, dtype=torch.int32, device=mask.device)
+    area[1:, 1:] = mask[..., 0].int().cumsum(0).cumsum(1)
+    size = torch.tensor([width, height], device=mask.device)
+    low = torch.ceil(torch.nan_to_num(means2d - extents) - 0.5).clamp_min(0).minimum(size).long()  # [N, 2]
+    high = (torch.floor(torch.nan_to_num(means2d + extents) - 0.5) + 1).clamp_min(0).minimum(size).long()
+    high = torch.maximum(high, low)
+    inside = (
+        area[high[:, 1], high[:, 0]]
+        - area[low[:, 1], high[:, 0]]
+        - area[high[:, 1], low[:, 0]]
+        + area[low[:, 1], low[:, 0]]
+    )
+    return inside > 0
