@@ -27,7 +27,7 @@ PERSPECTIVE, FISHEYE = CameraType.PERSPECTIVE.value, CameraType.FISHEYE.value
 PIXEL_CENTRE = 0.5  # OpenCV's pixel centres lie at whole numbers, nerfstudio's at halves
 STAND_IN_GREY = 0.5
 MAX_FOCAL_CHANGE = 5.0
-"""Where undistorting a perspective photograph changes a focal length by more, OpenCV failed to invert the distortion."""
+"""Undistorting that changes the focal length of a perspective camera by more shows a distortion without inverse."""
 
 Lens = tuple[float, ...]
 """(type, fx, fy, cx, cy, width, height, distortion parameters ...) of a camera that is not a pinhole yet."""

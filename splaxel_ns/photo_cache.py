@@ -63,7 +63,7 @@ class PhotoCache:
         self.peak_bytes = 0
         self._kept: dict[Hashable, Photo] = {}
         self._pending: dict[Hashable, Future[Photo]] = {}
-        self._ahead: dict[Hashable, int] = {}  # bytes of what was announced and not yet fetched
+        self._ahead: dict[Hashable, int] = {}  # bytes of what is being decoded or not yet fetched
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="splaxel-photo")
 
@@ -103,9 +103,11 @@ class PhotoCache:
             if key in self._kept:
                 return self._kept[key]
             future = self._pending.get(key)
-            mine = Future() if future is None else None
+            mine: Future[Photo] | None = Future() if future is None else None
             if mine is not None:
+                mine.set_running_or_notify_cancel()  # so that `announce` cannot give it up
                 self._pending[key] = mine
+                self._ahead[key] = 0
         try:
             if mine is None:
                 assert future is not None
