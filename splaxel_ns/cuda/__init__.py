@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from splaxel_ns.cuda.region import content_bounds as content_bounds
     from splaxel_ns.cuda.region import region_spans as region_spans
     from splaxel_ns.cuda.region import regions_present as regions_present
+    from splaxel_ns.cuda.splats import composite as composite
+    from splaxel_ns.cuda.splats import l1_ssim as l1_ssim
+    from splaxel_ns.cuda.splats import project as project
+    from splaxel_ns.cuda.splats import spherical_harmonics as spherical_harmonics
+    from splaxel_ns.cuda.splats import thresholds as thresholds
 
 # Each name and the module it comes from; loaded lazily, so that importing this package stays cheap.
 _HOME = {
@@ -21,6 +26,11 @@ _HOME = {
     "content_bounds": "region",
     "region_spans": "region",
     "regions_present": "region",
+    "composite": "splats",
+    "l1_ssim": "splats",
+    "project": "splats",
+    "spherical_harmonics": "splats",
+    "thresholds": "splats",
 }
 
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -4,6 +4,25 @@
 
 #include <torch/library.h>
 
+#include <string>
+
+#include "common.h"
+
+namespace {
+
+c10::Dict<std::string, double> thresholds() {
+  c10::Dict<std::string, double> values;
+  values.insert("alpha_min", splaxel::kAlphaMin);
+  values.insert("alpha_max", splaxel::kAlphaMax);
+  values.insert("stop", splaxel::kStop);
+  values.insert("blur", splaxel::kBlur);
+  values.insert("clamp_margin", splaxel::kClampMargin);
+  values.insert("extent_slack", splaxel::kExtentSlack);
+  return values;
+}
+
+}  // namespace
+
 TORCH_LIBRARY(splaxel, m) {
   // Partial images of the participants `order`; see cuda/rasterize.py. The results after `transmittances` are what
   // the backward pass needs again: the packed records of the visible splats and their (participant, tile) lists.
@@ -29,4 +48,33 @@ TORCH_LIBRARY(splaxel, m) {
       "Tensor");
   m.def(
       "regions_present(Tensor boxes, Tensor? leaves, Tensor viewmats, Tensor Ks, Tensor sizes, float near) -> Tensor");
+  // Gaussians to one view; see cuda/splats.py. Extents of zero mark what the view does not see.
+  m.def(
+      "project(Tensor means, Tensor quats, Tensor scales, Tensor opacities, Tensor viewmat, Tensor K, int width, "
+      "int height, float near, float far, bool antialiased) -> (Tensor means2d, Tensor depths, Tensor conics, "
+      "Tensor opacities, Tensor extents)");
+  m.def(
+      "project_backward(Tensor means, Tensor quats, Tensor scales, Tensor opacities, Tensor viewmat, Tensor K, "
+      "Tensor extents, int width, int height, bool antialiased, Tensor v_means2d, Tensor v_depths, Tensor v_conics, "
+      "Tensor v_opacities) -> (Tensor v_means, Tensor v_quats, Tensor v_scales, Tensor v_opacities, "
+      "Tensor v_viewmat)");
+  m.def(
+      "spherical_harmonics(int degree, Tensor means, Tensor cam_center, Tensor sh0, Tensor shN, Tensor visible) -> "
+      "Tensor");
+  m.def(
+      "spherical_harmonics_backward(int degree, Tensor means, Tensor cam_center, Tensor sh0, Tensor shN, "
+      "Tensor visible, Tensor v_colors) -> (Tensor v_means, Tensor v_cam_center, Tensor v_sh0, Tensor v_shN)");
+  // Partial images to one image, and its loss; see cuda/splats.py.
+  m.def(
+      "composite(Tensor colors, Tensor depths, Tensor transmittances, Tensor background) -> (Tensor rgb, "
+      "Tensor depth, Tensor alpha)");
+  m.def(
+      "composite_backward(Tensor colors, Tensor depths, Tensor transmittances, Tensor background, Tensor v_rgb, "
+      "Tensor v_depth, Tensor v_alpha) -> (Tensor v_colors, Tensor v_depths, Tensor v_transmittances, "
+      "Tensor v_background)");
+  m.def(
+      "l1_ssim(Tensor pred, Tensor gt, float ssim_lambda, bool need_grad) -> (Tensor loss, Tensor l1, Tensor ssim, "
+      "Tensor v_pred)");
+  // The constants of include/common.h, under their names there.
+  m.def("thresholds() -> Dict(str, float)", &thresholds);
 }

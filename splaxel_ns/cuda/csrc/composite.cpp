@@ -1,0 +1,153 @@
+// composite: partial images, front to back, and a background to one image, forward and backward.
+// Mathematics: include/composite.h. Letters: Q participants, H x W pixels.
+
+#include <ATen/ops/empty_like.h>
+
+#include <tuple>
+#include <vector>
+
+#include "block.h"
+#include "composite.h"
+#include "op.h"
+
+namespace splaxel {
+namespace {
+
+struct Layers {
+  const float *colors, *depths, *transmittances, *background;
+  int64_t count, pixels;
+};
+
+struct Image {
+  float *rgb, *depth, *alpha;
+};
+
+struct Gradients {
+  const float *v_rgb, *v_depth, *v_alpha;
+  float *v_colors, *v_depths, *v_transmittances;
+};
+
+SPLAXEL_CLONES
+void composite_block(const Layers& in, int64_t first, int count, const Image& out) {
+  float rgb[3][kBlock] = {}, depth[kBlock] = {}, w[kBlock];
+  for (int i = 0; i < kBlock; ++i) w[i] = 1.0f;
+  for (int64_t q = 0; q < in.count; ++q) {
+    const int64_t start = q * in.pixels + first;
+    const float* color = in.colors + 3 * start;
+    const float *d = in.depths + start, *t = in.transmittances + start;
+#pragma omp simd
+    for (int i = 0; i < count; ++i)
+      blend_partial(color[3 * i], color[3 * i + 1], color[3 * i + 2], d[i], t[i], rgb[0][i], rgb[1][i], rgb[2][i],
+                    depth[i], w[i]);
+  }
+  const float r = in.background[0], g = in.background[1], b = in.background[2];
+  float* pixel = out.rgb + 3 * first;
+#pragma omp simd
+  for (int i = 0; i < count; ++i) {
+    pixel[3 * i] = rgb[0][i] + w[i] * r;
+    pixel[3 * i + 1] = rgb[1][i] + w[i] * g;
+    pixel[3 * i + 2] = rgb[2][i] + w[i] * b;
+    out.depth[first + i] = depth[i];
+    out.alpha[first + i] = 1.0f - w[i];
+  }
+}
+
+// `front`: room for kBlock transmittances per layer. `v_background`: 3 sums.
+SPLAXEL_CLONES
+void composite_block_vjp(
+    const Layers& in, int64_t first, int count, const Gradients& out, float* front, double* v_background) {
+  float v[3][kBlock], rest[kBlock], w[kBlock], v_back[3][kBlock] = {};
+  for (int i = 0; i < kBlock; ++i) w[i] = 1.0f;
+  for (int64_t q = 0; q < in.count; ++q) {
+    const float* t = in.transmittances + q * in.pixels + first;
+    float* kept = front + q * kBlock;
+#pragma omp simd
+    for (int i = 0; i < count; ++i) {
+      kept[i] = w[i];
+      w[i] *= t[i];
+    }
+  }
+  const float *v_rgb = out.v_rgb + 3 * first, *v_depth = out.v_depth + first, *v_alpha = out.v_alpha + first;
+  const float r = in.background[0], g = in.background[1], b = in.background[2];
+#pragma omp simd
+  for (int i = 0; i < count; ++i) {
+    v[0][i] = v_rgb[3 * i], v[1][i] = v_rgb[3 * i + 1], v[2][i] = v_rgb[3 * i + 2];
+    rest[i] = r * v[0][i] + g * v[1][i] + b * v[2][i] - v_alpha[i];
+    v_back[0][i] = w[i] * v[0][i], v_back[1][i] = w[i] * v[1][i], v_back[2][i] = w[i] * v[2][i];
+  }
+  for (int64_t q = in.count - 1; q >= 0; --q) {
+    const int64_t start = q * in.pixels + first;
+    const float* color = in.colors + 3 * start;
+    const float *d = in.depths + start, *t = in.transmittances + start, *kept = front + q * kBlock;
+    float* v_color = out.v_colors + 3 * start;
+    float *v_d = out.v_depths + start, *v_t = out.v_transmittances + start;
+#pragma omp simd
+    for (int i = 0; i < count; ++i) {
+      v_color[3 * i] = kept[i] * v[0][i];
+      v_color[3 * i + 1] = kept[i] * v[1][i];
+      v_color[3 * i + 2] = kept[i] * v[2][i];
+      v_d[i] = kept[i] * v_depth[i];
+      float v_transmittance;
+      rest[i] = blend_partial_vjp(color[3 * i], color[3 * i + 1], color[3 * i + 2], d[i], t[i], kept[i], v[0][i],
+                                  v[1][i], v[2][i], v_depth[i], rest[i], v_transmittance);
+      v_t[i] = v_transmittance;
+    }
+  }
+  for (int c = 0; c < 3; ++c) v_background[c] = sum_block(v_back[c]);
+}
+
+Layers layers_of(
+    const at::Tensor& colors, const at::Tensor& depths, const at::Tensor& transmittances,
+    const at::Tensor& background) {
+  return {colors.const_data_ptr<float>(), depths.const_data_ptr<float>(), transmittances.const_data_ptr<float>(),
+          background.const_data_ptr<float>(), colors.size(0), colors.size(1) * colors.size(2)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> composite(
+    const at::Tensor& colors, const at::Tensor& depths, const at::Tensor& transmittances,
+    const at::Tensor& background) {
+  const Layers in = layers_of(colors, depths, transmittances, background);
+  const int64_t height = colors.size(1), width = colors.size(2);
+  at::Tensor rgb = at::empty({height, width, 3}, colors.options());
+  at::Tensor depth = at::empty({height, width}, colors.options()), alpha = at::empty_like(depth);
+  const Image out = {rgb.data_ptr<float>(), depth.data_ptr<float>(), alpha.data_ptr<float>()};
+  at::parallel_for(0, num_blocks(in.pixels), 16, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k)
+      composite_block(in, k * kBlock, static_cast<int>(std::min<int64_t>(kBlock, in.pixels - k * kBlock)), out);
+  });
+  return {rgb, depth, alpha};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> composite_backward(
+    const at::Tensor& colors, const at::Tensor& depths, const at::Tensor& transmittances,
+    const at::Tensor& background, const at::Tensor& v_rgb, const at::Tensor& v_depth, const at::Tensor& v_alpha) {
+  const Layers in = layers_of(colors, depths, transmittances, background);
+  at::Tensor v_colors = at::empty_like(colors), v_depths = at::empty_like(depths);
+  at::Tensor v_transmittances = at::empty_like(transmittances), v_background = at::empty_like(background);
+  const Gradients out = {v_rgb.const_data_ptr<float>(), v_depth.const_data_ptr<float>(),
+                         v_alpha.const_data_ptr<float>(), v_colors.data_ptr<float>(), v_depths.data_ptr<float>(),
+                         v_transmittances.data_ptr<float>()};
+  std::vector<double> partial(static_cast<size_t>(3 * num_blocks(in.pixels)));
+  at::parallel_for(0, num_blocks(in.pixels), 16, [&](int64_t begin, int64_t end) {
+    std::vector<float> front(static_cast<size_t>(in.count * kBlock));
+    for (int64_t k = begin; k < end; ++k) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, in.pixels - k * kBlock));
+      composite_block_vjp(in, k * kBlock, count, out, front.data(), partial.data() + 3 * k);
+    }
+  });
+  for (int c = 0; c < 3; ++c) {
+    double sum = 0.0;
+    for (int64_t k = 0; k < num_blocks(in.pixels); ++k) sum += partial[static_cast<size_t>(3 * k + c)];
+    v_background.data_ptr<float>()[c] = static_cast<float>(sum);
+  }
+  return {v_colors, v_depths, v_transmittances, v_background};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(splaxel, CPU, m) {
+  m.impl("composite", &composite);
+  m.impl("composite_backward", &composite_backward);
+}
+
+}  // namespace splaxel

@@ -1,0 +1,256 @@
+"""Projection, spherical harmonics, composition and loss: the ops around the rasteriser.
+
+Shapes: N Gaussians, K spherical-harmonics bases, Q participants of a view, H x W pixels. Everything is float32 on the
+CPU; pixel centres lie at +0.5; world_to_cam matrices and cameras are OpenCV's (x right, y down, z forward).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from splaxel_ns.cuda import _backend
+
+SSIM_WINDOW = 11  # pixels, side of the SSIM window
+
+
+@cache
+def thresholds() -> dict[str, float]:
+    """The constants of include/common.h: alpha_min, alpha_max, stop, blur (px^2), clamp_margin, extent_slack."""
+    return dict(_backend.load().thresholds())
+
+
+def project(
+    means: Tensor,  # [N, 3], world units
+    quats: Tensor,  # [N, 4], wxyz, any length
+    scales: Tensor,  # [N, 3], world units, activated
+    opacities: Tensor,  # [N], activated
+    viewmat: Tensor,  # [4, 4], world to camera
+    K: Tensor,  # [3, 3], pixels
+    width: int,
+    height: int,
+    near: float,
+    far: float,
+    antialiased: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Projects all Gaussians into one view (EWA splatting, as gsplat 1.4.0).
+
+    A Gaussian is culled where it is outside near..far, reaches alpha 1/255 nowhere in the image, has a zero
+    quaternion, or where any of its values, or what they lead to, is not finite. All results of a culled Gaussian and
+    all its gradients are zero.
+
+    Args:
+        near: smallest depth kept, world units, at least 0.
+        far: largest depth kept, world units.
+        antialiased: scale opacities by sqrt(det / det of the blurred covariance), as gsplat's "antialiased" mode.
+
+    Returns:
+        means2d [N, 2] in pixels, depths [N] in world units, conics [N, 3] (upper triangle of the inverse 2D
+        covariance), opacities [N], and extents [N, 2] in pixels: half sizes of the box around means2d that holds
+        every pixel with alpha >= 1/255. Gradients flow from all but extents to the four Gaussian tensors and to
+        viewmat (its last row excepted).
+
+    Raises:
+        ValueError: a tensor has the wrong shape, type or device, or the camera is no pinhole camera.
+    """
+    count = _rows("means", means)
+    tensors = [
+        _checked("means", means, (count, 3)),
+        _checked("quats", quats, (count, 4)),
+        _checked("scales", scales, (count, 3)),
+        _checked("opacities", opacities, (count,)),
+        _checked("viewmat", viewmat, (4, 4)),
+        _checked("K", K, (3, 3)),
+    ]
+    _check_camera(viewmat, K, width, height)
+    if not 0 <= near < far:
+        raise ValueError(f"near and far must satisfy 0 <= near < far, got near={near}, far={far}")
+    return _Project.apply(*tensors, int(width), int(height), float(near), float(far), bool(antialiased))
+
+
+class _Project(Function):
+    @staticmethod
+    def forward(ctx: Any, means, quats, scales, opacities, viewmat, K, width, height, near, far, antialiased):
+        results = _backend.load().project(
+            means, quats, scales, opacities, viewmat, K, width, height, near, far, antialiased
+        )
+        extents = results[4]
+        ctx.save_for_backward(means, quats, scales, opacities, viewmat, K, extents)
+        ctx.image = (width, height, antialiased)
+        ctx.mark_non_differentiable(extents)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *v_results):
+        v_inputs = _backend.load().project_backward(
+            *ctx.saved_tensors, *ctx.image, *(v.contiguous() for v in v_results[:4])
+        )
+        return *v_inputs, None, None, None, None, None, None
+
+
+def spherical_harmonics(
+    degree: int,
+    means: Tensor,  # [N, 3], world units
+    cam_center: Tensor,  # [3], world units
+    sh0: Tensor,  # [N, 1, 3]
+    shN: Tensor,  # [N, K - 1, 3]
+    visible: Tensor,  # [N], bool
+) -> Tensor:  # [N, 3]
+    """Colours of the visible Gaussians: max(0, 0.5 + harmonics in the direction from the camera); zeros elsewhere.
+
+    `degree` (0 to 3) may be lower than what shN stores; the rest is then neither read nor trained. Gradients flow to
+    means and cam_center (through the direction), sh0 and shN.
+
+    Raises:
+        ValueError: a tensor has the wrong shape, type or device, or shN holds too few bases for the degree.
+    """
+    if not 0 <= degree <= 3:
+        raise ValueError(f"spherical harmonics of degree 0 to 3 are supported, got {degree}")
+    count = _rows("means", means)
+    if shN.dim() != 3 or shN.shape[1] < (degree + 1) ** 2 - 1:
+        raise ValueError(
+            f"shN must be [N, K - 1, 3] with K - 1 >= {(degree + 1) ** 2 - 1} for degree {degree}, got "
+            f"{list(shN.shape)}"
+        )
+    tensors = [
+        _checked("means", means, (count, 3)),
+        _checked("cam_center", cam_center, (3,)),
+        _checked("sh0", sh0, (count, 1, 3)),
+        _checked("shN", shN, (count, shN.shape[1], 3)),
+        _checked("visible", visible, (count,), torch.bool),
+    ]
+    return _SphericalHarmonics.apply(int(degree), *tensors)
+
+
+class _SphericalHarmonics(Function):
+    @staticmethod
+    def forward(ctx: Any, degree, means, cam_center, sh0, shN, visible):
+        ctx.degree = degree
+        ctx.save_for_backward(means, cam_center, sh0, shN, visible)
+        return _backend.load().spherical_harmonics(degree, means, cam_center, sh0, shN, visible)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *v_results):
+        v_inputs = _backend.load().spherical_harmonics_backward(
+            ctx.degree, *ctx.saved_tensors, v_results[0].contiguous()
+        )
+        return None, *v_inputs, None
+
+
+def composite(
+    colors: Tensor,  # [Q, H, W, 3], premultiplied, front to back
+    depths: Tensor,  # [Q, H, W], sum of weight times depth
+    transmittances: Tensor,  # [Q, H, W]
+    background: Tensor,  # [3]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lays partial images over each other and the background.
+
+    Returns:
+        rgb [H, W, 3], depth [H, W] (undivided), alpha [H, W]. Gradients flow to all four tensors. Without
+        participants (Q = 0) the image is the background.
+
+    Raises:
+        ValueError: a tensor has the wrong shape, type or device.
+    """
+    if colors.dim() != 4:
+        raise ValueError(f"colors must be [Q, H, W, 3], got {list(colors.shape)}")
+    layers = tuple(colors.shape[:3])
+    tensors = [
+        _checked("colors", colors, (*layers, 3)),
+        _checked("depths", depths, layers),
+        _checked("transmittances", transmittances, layers),
+        _checked("background", background, (3,)),
+    ]
+    return _Composite.apply(*tensors)
+
+
+class _Composite(Function):
+    @staticmethod
+    def forward(ctx: Any, colors, depths, transmittances, background):
+        ctx.save_for_backward(colors, depths, transmittances, background)
+        return _backend.load().composite(colors, depths, transmittances, background)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *v_results):
+        return _backend.load().composite_backward(*ctx.saved_tensors, *(v.contiguous() for v in v_results))
+
+
+def l1_ssim(
+    pred: Tensor,  # [H, W, 3]
+    gt: Tensor,  # [H, W, 3]
+    ssim_lambda: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(1 - ssim_lambda) L1 + ssim_lambda (1 - SSIM), with the gradient computed in the same pass.
+
+    SSIM is that of pytorch_msssim with data_range=1: 11x11 Gaussian windows (sigma 1.5) that lie inside the image.
+
+    Returns:
+        The scalars loss, l1 and ssim. The gradient flows from loss to pred only.
+
+    Raises:
+        ValueError: a tensor has the wrong shape, type or device; the image is smaller than a window.
+    """
+    if pred.dim() != 3 or pred.shape[2] != 3:
+        raise ValueError(f"pred must be [H, W, 3], got {list(pred.shape)}")
+    height, width = pred.shape[:2]
+    if min(height, width) < SSIM_WINDOW:
+        raise ValueError(
+            f"an image of {width}x{height} pixels holds no {SSIM_WINDOW}x{SSIM_WINDOW} window: SSIM is not defined "
+            "for it; use larger images or a smaller downscale factor"
+        )
+    if not 0 <= ssim_lambda <= 1:
+        raise ValueError(f"ssim_lambda must lie in 0..1, got {ssim_lambda}")
+    tensors = [_checked("pred", pred, (height, width, 3)), _checked("gt", gt, (height, width, 3))]
+    need_grad = torch.is_grad_enabled() and pred.requires_grad
+    return _L1Ssim.apply(*tensors, float(ssim_lambda), need_grad)
+
+
+class _L1Ssim(Function):
+    @staticmethod
+    def forward(ctx: Any, pred, gt, ssim_lambda, need_grad):
+        loss, l1, ssim, v_pred = _backend.load().l1_ssim(pred, gt, ssim_lambda, need_grad)
+        ctx.save_for_backward(v_pred)
+        ctx.mark_non_differentiable(l1, ssim)
+        return loss, l1, ssim
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *v_results):
+        (v_pred,) = ctx.saved_tensors
+        return v_pred * v_results[0], None, None, None
+
+
+def _rows(name: str, tensor: Tensor) -> int:
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} must have one row per Gaussian, got a scalar")
+    return tensor.shape[0]
+
+
+def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}; convert it with .to({dtype})")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}, but Splaxel's ops run on the CPU; move it with .cpu()")
+    return tensor.contiguous()
+
+
+def _check_camera(viewmat: Tensor, K: Tensor, width: int, height: int) -> None:
+    if width <= 0 or height <= 0:
+        raise ValueError(f"the image must have pixels, got width={width}, height={height}")
+    (fx, skew, cx), (_, fy, cy), _ = K.detach().tolist()
+    if not (0 < fx < float("inf") and 0 < fy < float("inf") and abs(cx) + abs(cy) < float("inf")):
+        raise ValueError(f"K must have positive focal lengths and finite entries, got fx={fx} fy={fy} cx={cx} cy={cy}")
+    if skew != 0:
+        raise ValueError(f"K has skew {skew}; only pinhole cameras without skew are supported")
+    if not bool(torch.isfinite(viewmat.detach()).all()):
+        raise ValueError(f"viewmat has entries that are not finite: {viewmat.detach().tolist()}")
