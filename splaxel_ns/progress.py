@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -61,7 +62,8 @@ class ProgressLine:
         """
         self._seconds.append(seconds)
         self._losses.append(loss)
-        self._psnrs.append(psnr)
+        if math.isfinite(psnr):  # a view that is masked entirely has none
+            self._psnrs.append(psnr)
         done = step + 1
         if done % self._every and done != self._total:
             return
@@ -75,7 +77,7 @@ class ProgressLine:
 
     def _line(self, done: int, num_gaussians: int) -> str:
         loss = sum(self._losses) / len(self._losses)
-        psnr = sum(self._psnrs) / len(self._psnrs)
+        psnr = sum(self._psnrs) / len(self._psnrs) if self._psnrs else math.nan
         speed = len(self._seconds) / max(sum(self._seconds), 1e-9)
         width = len(str(self._total))
         return (

@@ -100,6 +100,7 @@ class SplaxelTrainer(Trainer):
         self.stop_training = False
         self._complete = False
         self._saved_step: int | None = None
+        self._event_writers: list[Any] = []
         self._loaded_generators: dict[str, Tensor] | None = None
 
     def setup(self, test_mode: Literal["test", "val", "inference"] = "val") -> None:
@@ -160,6 +161,7 @@ class SplaxelTrainer(Trainer):
 
     def _start_writers(self, banner: list[str] | None) -> None:
         log_dir = self.base_dir / self.config.logging.relative_log_dir
+        others = list(writer.EVENT_WRITERS)
         writer.setup_event_writer(
             self.config.is_wandb_enabled(),
             self.config.is_tensorboard_enabled(),
@@ -169,6 +171,7 @@ class SplaxelTrainer(Trainer):
             project_name=self.config.project_name or "nerfstudio-project",
         )
         writer.setup_local_writer(self.config.logging, max_iter=self.config.max_num_iterations, banner_messages=banner)
+        self._event_writers = [item for item in writer.EVENT_WRITERS if item not in others]
         for message in banner or []:
             CONSOLE.print(message)
         writer.put_config(name="config", config_dict=dataclasses.asdict(self.config), step=0)
@@ -206,9 +209,10 @@ class SplaxelTrainer(Trainer):
                     self._run_step(step, progress)
             if signals.received is not None:
                 self._end_on_signal(signals.received)
+            self._after_train()
         finally:
-            _write_events(flush=True)
-        self._after_train()
+            self._close_writers()
+            self._close_viewer()
 
     def _run_step(self, step: int, progress: ProgressLine) -> None:
         """One step with everything nerfstudio hangs on it: callbacks, viewer, event files, evaluation, checkpoint."""
@@ -366,7 +370,6 @@ class SplaxelTrainer(Trainer):
             f"Stopped by {signal.Signals(number).name} after {self.step + 1} of {self.config.max_num_iterations} "
             f"steps; {saved}. Continue with --resume auto --timestamp {self.config.timestamp}."
         )
-        self._close_viewer()
         raise SystemExit(128 + number)
 
     def _after_train(self) -> None:
@@ -381,13 +384,21 @@ class SplaxelTrainer(Trainer):
         CONSOLE.print(f"{self.step + 1} steps are done. Configuration: {self.base_dir / 'config.yml'}")
         CONSOLE.print(f"Checkpoints: {self.checkpoint_dir}")
         self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
+        _write_events(flush=True)
         if self.viewer_state is not None and has_terminal() and not self.config.viewer.quit_on_train_completion:
             try:
                 self._train_complete_viewer()
             except KeyboardInterrupt:
                 CONSOLE.print("Viewer closed.")
+
+    def _close_writers(self) -> None:
+        """Finish the event files. nerfstudio's list of writers outlives a run; the next one must not write into it."""
         _write_events(flush=True)
-        self._close_viewer()
+        for item in self._event_writers:
+            if item in writer.EVENT_WRITERS:
+                writer.EVENT_WRITERS.remove(item)
+                if isinstance(item, TensorboardWriter):
+                    item.tb_writer.close()
 
     def _close_viewer(self) -> None:
         if self.viewer_state is not None:
