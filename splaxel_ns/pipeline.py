@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from splaxel_ns.datamanager import SplaxelDatamanager
     from splaxel_ns.model import SplaxelModel
 
-CPU_ONLY = "splaxel renders and trains on the CPU: its CUDA kernels do not exist yet, so the GPU stays unused."
 
 
 @dataclass
@@ -62,8 +61,11 @@ class SplaxelPipeline(VanillaPipeline):
         local_rank: int = 0,
         grad_scaler: GradScaler | None = None,
     ) -> None:
-        if torch.device(device).type != "cpu":
-            CONSOLE.print(CPU_ONLY)
+        has_gpu = torch.device(device).type != "cpu" or torch.cuda.is_available()
+        CONSOLE.print(
+            f"splaxel renders on the CPU, in {torch.get_num_threads()} threads"
+            + (": it has no CUDA kernels yet, the GPU stays unused." if has_gpu else ".")
+        )
         # A world of one: the stock pipeline would wrap the model in DistributedDataParallel on the GPU `local_rank`.
         super().__init__(config, "cpu", test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         self.world_size = world_size

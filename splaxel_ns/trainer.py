@@ -33,7 +33,6 @@ from splaxel_ns.checkpoint import (
 )
 from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import BatchOptimizers
-from splaxel_ns.pipeline import CPU_ONLY
 from splaxel_ns.progress import ProgressLine, has_terminal
 
 if TYPE_CHECKING:
@@ -94,9 +93,7 @@ class SplaxelTrainer(Trainer):
     def __init__(self, config: SplaxelTrainerConfig, local_rank: int = 0, world_size: int = 1) -> None:
         _refuse_unsupported(config, world_size)
         super().__init__(config, local_rank, world_size)
-        self.device = "cpu"
-        if config.machine.device_type != "cpu":
-            CONSOLE.print(CPU_ONLY)
+        self.device = "cpu"  # the pipeline says so
         self.stop_training = False
         self._complete = False
         self._saved_step: int | None = None
@@ -114,7 +111,7 @@ class SplaxelTrainer(Trainer):
             self.step = loaded["step"]
             return
         self.pipeline = self.config.pipeline.setup(
-            device=self.device,
+            device=self.config.machine.device_type,
             test_mode=test_mode,
             world_size=self.world_size,
             local_rank=self.local_rank,
