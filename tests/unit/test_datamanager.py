@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -76,8 +77,9 @@ def taken(manager: SplaxelDatamanager, num_steps: int) -> list[int]:
         assert len(batch) == manager.config.batch_size
         for camera, data in batch:
             index = data["image_idx"]
-            width, height = manager.config.dataparser.sizes[index % len(manager.config.dataparser.sizes)]
-            assert camera.shape == (1,) and camera.metadata["cam_idx"] == index
+            sizes = manager.dataparser.config.sizes
+            width, height = sizes[index % len(sizes)]
+            assert camera.shape == (1,) and camera.metadata is not None and camera.metadata["cam_idx"] == index
             assert (int(camera.width), int(camera.height)) == (width, height)
             assert data["image"].shape == (height, width, 3) and data["image"].dtype == torch.uint8
             assert data["image"][3, 3].tolist() == [index, 100, 0]
@@ -350,3 +352,32 @@ def test_threads_end_with_the_interpreter() -> None:
 
 def test_available_memory() -> None:
     assert 1 << 20 < available_memory() < 1 << 50
+
+
+CAPTURE = Path(__file__).parents[1] / "data" / "matrixcity_caliterra"
+
+
+def test_real_capture() -> None:
+    """The committed aerial scene through its own dataparser: every photograph once, of its camera's size."""
+    config = SplaxelDatamanagerConfig(data=CAPTURE / "small_city" / "aerial", batch_size=4)
+    manager = config.setup(device="cpu")
+    num = len(manager.train_dataset)
+    views = [view for step in range(-(-num // 4)) for view in manager.next_train_batch(step)]
+    assert sorted(data["image_idx"] for _, data in views[:num]) == list(range(num))
+    for camera, data in views + list(manager.fixed_indices_eval_dataloader):
+        assert data["image"].shape == (int(camera.height), int(camera.width), 3)
+        assert 20 < data["image"].float().mean() < 200
+    assert manager.train_dataset.cache is not None
+    assert manager.train_dataset.cache.num_decoded == num + len(manager.eval_dataset)
+
+
+def test_real_capture_without_photographs(tmp_path: Path) -> None:
+    shutil.copytree(CAPTURE, tmp_path / "bare", ignore=shutil.ignore_patterns("*.png", "*.jpg", "*.exr"))
+    managers = [
+        SplaxelDatamanagerConfig(data=root / "small_city" / "aerial").setup(device="cpu", test_mode="inference")
+        for root in (CAPTURE, tmp_path / "bare")
+    ]
+    with_photographs, bare = (manager.train_dataset for manager in managers)
+    assert torch.equal(with_photographs.cameras.camera_to_worlds, bare.cameras.camera_to_worlds)
+    assert torch.equal(with_photographs.cameras.fx, bare.cameras.fx) and len(bare) == len(with_photographs)
+    assert bare[0]["image"].shape[:2] == (int(bare.cameras.height[0]), int(bare.cameras.width[0]))
