@@ -13,7 +13,7 @@ Letters: N registered images, M seed points.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -187,9 +187,10 @@ class SplaxelColmapDataParser(DataParser):
         config = self.config
         rotation = choose_rotation(poses, config.orientation_method, config.assume_colmap_world_coordinate_convention)
         centre = choose_center(poses, config.center_method)
-        # Mirrored about the origin to be, the positions have it as their mean.
+        # Mirrored about the origin to be, the positions have it as their mean (up to rounding).
         mirrored = np.concatenate([poses[:, :, 3], 2.0 * centre - poses[:, :, 3]])
-        return fit_world_frame(mirrored, config.auto_scale_poses, config.scale_factor, rotation)
+        frame = fit_world_frame(mirrored, config.auto_scale_poses, config.scale_factor, rotation)
+        return replace(frame, centre=centre)
 
     def _scaled(self, folder: Path) -> Path:
         """The folder of the copies that `downscale_factor` asks for."""
@@ -206,7 +207,8 @@ class SplaxelColmapDataParser(DataParser):
         """
         folders = [self._scaled(folder) for folder in self._image_folders(data, model)]
         if not self.photographs_needed:
-            folder = next((folder for folder in folders if folder.is_dir()), folders[0])
+            usual = self._scaled(data / (self.config.images_path or _IMAGE_FOLDERS[0]))
+            folder = next((folder for folder in folders[:-1] if folder.is_dir()), usual)
             return folder, [folder / name.replace("\\", "/") for name in names]
         for folder in folders:
             if folder.is_dir():
