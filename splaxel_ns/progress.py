@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ class ProgressLine:
     def __init__(self, total: int, every: int, terminal: bool) -> None:
         self._total = total
         self._every = max(every, 1)
+        # On the console that nerfstudio and our modules print to, so that their lines go above this one.
         self._live = Live(console=CONSOLE, auto_refresh=False) if terminal else None
         self._seconds: deque[float] = deque(maxlen=200)
         self._losses: list[float] = []
@@ -71,7 +73,11 @@ class ProgressLine:
         self._losses.clear()
         self._psnrs.clear()
         if self._live is not None:
-            self._live.update(Text(line), refresh=True)
+            # That console has 120 columns whatever the terminal has, and a wrapped line cannot be refreshed in place.
+            columns = min(shutil.get_terminal_size().columns, CONSOLE.width) - 1
+            text = Text(line if len(line) <= columns else line.replace("  ", " ").replace(" dB", ""), no_wrap=True)
+            text.truncate(columns, overflow="ellipsis")
+            self._live.update(text, refresh=True)
         else:
             print(line, flush=True)
 
@@ -80,8 +86,9 @@ class ProgressLine:
         psnr = sum(self._psnrs) / len(self._psnrs) if self._psnrs else math.nan
         speed = len(self._seconds) / max(sum(self._seconds), 1e-9)
         width = len(str(self._total))
+        count = f"{num_gaussians:,}" if num_gaussians < 1_000_000 else f"{num_gaussians / 1e6:.2f}M"
         return (
-            f"step {done:{width}d}/{self._total}  loss {loss:.4f}  PSNR {psnr:5.2f} dB  Gaussians {num_gaussians:,}  "
+            f"step {done:{width}d}/{self._total}  loss {loss:.4f}  PSNR {psnr:5.2f} dB  Gaussians {count}  "
             f"{speed:.2f} it/s  ETA {clock((self._total - done) / speed)}"
         )
 
