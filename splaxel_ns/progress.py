@@ -38,6 +38,7 @@ class ProgressLine:
         # On the console that nerfstudio and our modules print to, so that their lines go above this one.
         self._live = Live(console=CONSOLE, auto_refresh=False) if terminal else None
         self._seconds: deque[float] = deque(maxlen=200)
+        self._num_updates = 0
         self._losses: list[float] = []
         self._psnrs: list[float] = []
 
@@ -62,6 +63,9 @@ class ProgressLine:
             psnr: Its mean PSNR in dB.
             num_gaussians: How many there are now.
         """
+        if self._num_updates == 1:
+            self._seconds.clear()  # the first step compiled the kernels and says nothing about the others
+        self._num_updates += 1
         self._seconds.append(seconds)
         self._losses.append(loss)
         if math.isfinite(psnr):  # a view that is masked entirely has none
