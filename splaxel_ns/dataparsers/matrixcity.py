@@ -9,6 +9,7 @@ Shapes: N frames, M points.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from splaxel_ns.dataparsers.matrixcity_depth import (
     depth_folders,
     find_depth_files,
     points_from_depth,
+    stock_reader_gain,
 )
 from splaxel_ns.dataparsers.matrixcity_frames import (
     METRES_PER_HECTOMETRE,
@@ -55,6 +57,7 @@ from splaxel_ns.dataparsers.photos import check_photographs, reconcile_intrinsic
 
 _AERIAL_SIZE, _STREET_SIZE = (1920.0, 1080.0), (1000.0, 1000.0)  # pixels, as distributed
 _AERIAL_FOV, _STREET_FOV = np.pi / 4, np.pi / 2
+_MAX_SEED_POINTS = 1_000_000
 _CROP_OVERSAMPLING = 8  # a cloud of a whole city is read this much denser than one block of it needs
 _FEWEST_IN_VIEW = 0.001  # share of a cloud around the cameras below which it is not theirs
 
@@ -90,7 +93,7 @@ class MatrixCityDataParserConfig(DataParserConfig):
     """Point cloud (.ply) to start from. If not set: Block_*.ply in <city>_pointcloud/point_cloud_ds20/<view>/."""
     point_cloud_unit: float = METRES_PER_HECTOMETRE
     """Metres per unit of the point cloud: 100 as distributed, 1 for a cloud that was converted to metres."""
-    max_seed_points: int = 1_000_000
+    max_seed_points: int = _MAX_SEED_POINTS
     """Use a random subset of that many seed points; 0 for all of a point cloud."""
     num_random_points: int = 100_000
     """Number of random points, with seed_points random or where there is nothing else."""
@@ -156,7 +159,8 @@ class MatrixCityDataParser(DataParser):
         frame = fit_world_frame(train.poses[:, :3, 3], self.config.auto_scale_poses, self.config.scale_factor)
         photographs = self._find_photographs(table) if self.photographs_needed else self._without_photographs(table)
         points = self._seed_points(photographs, metres_per_unit) if split == "train" else None
-        metadata = self._depth_metadata(photographs, metres_per_unit) if self.config.load_depth else {}
+        with_depth = self.config.load_depth and self.photographs_needed
+        metadata = self._depth_metadata(photographs, metres_per_unit) if with_depth else {}
         return self._outputs(frame, photographs, points, metadata)
 
     def _outputs(
@@ -259,24 +263,30 @@ class MatrixCityDataParser(DataParser):
             raise ValueError(f"--point-cloud is given but --seed-points is {wanted}. Leave one of them out.")
         if wanted in ("auto", "ply"):
             clouds, more = ([config.point_cloud], False) if config.point_cloud else find_point_clouds(layout)
-            if clouds:
+            if clouds and (self.photographs_needed or clouds[0].is_file()):
                 return self._points_from_clouds(clouds, more, metres_per_unit)
-            archives = packed_point_clouds(layout)
-            packed = f" {archives[0]} is not unpacked: cd '{archives[0].parent}' && unzip '{archives[0].name}'."
-            if wanted == "ply":
-                raise ValueError(
-                    f"No point cloud Block_*.ply for {layout.root} in {searched_folders(layout)}."
-                    + (packed if archives else " Give its path with --point-cloud, or choose other --seed-points.")
-                )
-            if archives:
-                self._say(f"Warning: no point cloud used.{packed}")
-        if wanted in ("auto", "depth") and self.photographs_needed:
+            if self.photographs_needed:
+                self._miss_point_cloud()
+        if not self.photographs_needed:
+            return None  # a trained model brings its own points
+        if wanted in ("auto", "depth"):
             points = self._points_from_depth(photographs, metres_per_unit)
             if points is not None:
                 return points
-        if not self.photographs_needed:
-            return None
         return self._random_points(photographs, metres_per_unit)
+
+    def _miss_point_cloud(self) -> None:
+        """Say how to get one; stop if one was asked for."""
+        layout = self._find_layout()
+        archives = packed_point_clouds(layout)
+        help_text = "Give its path with --point-cloud, or choose other --seed-points."
+        if archives:
+            folder = shlex.quote(str(archives[0].parent))
+            help_text = f"{archives[0]} is not unpacked: unzip {shlex.quote(str(archives[0]))} -d {folder}"
+        if self.config.seed_points == "ply":
+            raise ValueError(f"No Block_*.ply for {layout.root} in {searched_folders(layout)}. {help_text}")
+        if archives:
+            self._say(f"Warning: no point cloud used. {help_text}")
 
     def _points_from_clouds(self, clouds: Sequence[Path], more: bool, metres_per_unit: float) -> SeedPoints:
         """Read clouds; from a cloud of more than the selected blocks take what lies around the cameras."""
@@ -321,7 +331,7 @@ class MatrixCityDataParser(DataParser):
             photographs.intrinsics[rows],
             photographs.sizes[rows],
             metres_per_unit=metres_per_unit,
-            limit=config.max_seed_points,
+            limit=config.max_seed_points or _MAX_SEED_POINTS,
             max_depth=config.max_depth,
             edge_threshold=config.depth_edge_threshold,
             seed=config.seed,
@@ -351,10 +361,12 @@ class MatrixCityDataParser(DataParser):
                 f"--load-depth needs a depth map for every photograph; {len(lacking)} of {len(files)} have none, the "
                 f"first {lacking[0]}. Looked in {depth_folders(lacking[0].parent)}."
             )
-        os.environ.setdefault("OPENCV_IO_ENABLE_OPENEXR", "1")  # read by OpenCV when the first EXR is opened
+        if not files:
+            return {}
+        gain = stock_reader_gain([file for file in files if file is not None][0])
         return {
             "depth_filenames": files,
-            "depth_unit_scale_factor": 1.0 / (CENTIMETRES_PER_METRE * metres_per_unit),
+            "depth_unit_scale_factor": 1.0 / (CENTIMETRES_PER_METRE * metres_per_unit * gain),
         }
 
     def _say(self, text: str) -> None:

@@ -73,6 +73,21 @@ def read_depth(path: Path) -> np.ndarray:  # [H, W] float32, metres; NaN where t
     return np.where(invalid, np.float32(np.nan), depth / np.float32(CENTIMETRES_PER_METRE))
 
 
+def stock_reader_gain(path: Path) -> float:
+    """What nerfstudio's DepthDataset reads from a map, over what the map says.
+
+    It lets OpenCV turn the equal channels into grey, with weights that do not add up to 1 for EXR files (1.09 in 4.10).
+    """
+    ours = _read_exr(path).astype(np.float64)
+    import cv2  # after `_read_exr` has allowed it to read EXR
+
+    grey = cv2.imread(str(path), cv2.IMREAD_ANYDEPTH)
+    usable = np.isfinite(ours) & (ours > 0)
+    if grey is None or grey.shape != ours.shape or not usable.any():
+        raise RuntimeError(f"OpenCV cannot read {path} as nerfstudio does. {_EXR_HELP}")
+    return float(np.median(grey[usable] / ours[usable]))
+
+
 def edge_mask(depth: np.ndarray, threshold: float) -> np.ndarray:  # [H, W] -> [H, W] bool
     """Pixels whose depth differs from a neighbour's by more than `threshold` of it (0: none)."""
     edges = np.zeros(depth.shape, dtype=bool)

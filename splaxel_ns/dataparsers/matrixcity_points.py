@@ -41,7 +41,7 @@ def find_point_clouds(layout: Layout) -> tuple[list[Path], bool]:
 
 def packed_point_clouds(layout: Layout) -> list[Path]:
     """Archives of clouds that were not unpacked."""
-    folders = {place.parent for place in _places(layout)} | {path for path, _ in _search_folders(layout)}
+    folders = {(path / pattern).parent for path, pattern in _search_folders(layout)}
     return sorted(path for folder in folders for path in folder.glob("*point_cloud_ds*.zip"))
 
 
