@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
+from nerfstudio.cameras.cameras import CameraType
 from nerfstudio.data.dataparsers.base_dataparser import DataParser, DataParserConfig
 from nerfstudio.plugins.registry_dataparser import DataParserSpecification
 from nerfstudio.utils.rich_utils import CONSOLE
@@ -125,6 +127,9 @@ class SplaxelColmapDataParser(DataParser):
             heights=lenses.sizes[:, 1],
             distortion=lenses.distortion if scene.lenses.distortion.any() else None,
         )
+        # The dataset undistorts, after which every camera is a pinhole.
+        kinds = np.where(lenses.fisheye, CameraType.FISHEYE.value, CameraType.PERSPECTIVE.value)
+        cameras.camera_type = torch.from_numpy(kinds)[:, None]
         return make_outputs(
             scene.frame,
             [scene.paths[row] for row in rows],
@@ -162,8 +167,9 @@ class SplaxelColmapDataParser(DataParser):
         if self.photographs_needed:
             rows, lenses = self._check_photographs(folder, paths, images.names, lenses)
             if config.masks_path is not None:
-                masks = self._find_masks(data, folder, [paths[row] for row in rows])
-                kept = self._check_masks(data, masks, lenses.sizes)
+                mask_folder = self._mask_folder(data)
+                masks = self._find_masks(mask_folder, folder, [paths[row] for row in rows])
+                kept = self._check_masks(mask_folder, masks, lenses.sizes)
                 rows, lenses, masks = rows[kept], lenses.take(kept), [masks[k] for k in kept]
         elif config.downscale_factor:
             lenses = lenses.resized(np.maximum(lenses.sizes // config.downscale_factor, 1))
@@ -253,36 +259,46 @@ class SplaxelColmapDataParser(DataParser):
         )
         if note:
             _say(note)
-        return report.kept, Lenses(intrinsics, report.sizes, lenses.distortion)
+        return report.kept, replace(lenses, intrinsics=intrinsics, sizes=report.sizes)
 
-    def _find_masks(self, data: Path, folder: Path, paths: Sequence[Path]) -> list[Path]:
+    def _mask_folder(self, data: Path) -> Path:
+        assert self.config.masks_path is not None
+        folder = data / self.config.masks_path
+        scaled = self._scaled(folder)
+        folder = scaled if scaled.is_dir() else folder
+        if not folder.is_dir():
+            raise ValueError(f"The mask folder {folder} is not there. Correct or leave out --masks-path.")
+        return folder
+
+    def _find_masks(self, root: Path, folder: Path, paths: Sequence[Path]) -> list[Path]:
         """The mask of each photograph: the same path below the mask folder, .png appended or instead."""
-        assert self.config.masks_path is not None
-        root = self._scaled(data / self.config.masks_path)
-        if not root.is_dir():
-            raise ValueError(f"The mask folder {root} is not there. Correct or leave out --masks-path.")
+        below = [path.relative_to(folder) if path.is_relative_to(folder) else path for path in paths]
+        forms = (
+            [f"{path.as_posix()}.png" for path in below],
+            [path.with_suffix(".png").as_posix() for path in below],
+            [path.as_posix() for path in below],
+        )
         listing = list_photographs(root)
-        masks = []
-        for path in paths:
-            below = path.relative_to(folder) if path.is_relative_to(folder) else Path(path.name)
-            names = [f"{below.as_posix()}.png", below.with_suffix(".png").as_posix(), below.as_posix()]
-            found = [mask for mask in match_names(names, listing, root) if mask.is_file()]
-            masks.append(found[0] if found else root / names[0])
-        return masks
+        candidates = [match_names(names, listing, root) for names in forms]
+        return [next((mask for mask in masks if mask.is_file()), masks[0]) for masks in zip(*candidates, strict=True)]
 
-    def _check_masks(self, data: Path, masks: Sequence[Path], sizes: np.ndarray) -> np.ndarray:
-        """Rows whose masks can be used. Raises ValueError where a mask is not of its photograph's size."""
-        assert self.config.masks_path is not None
-        root = self._scaled(data / self.config.masks_path)
+    def _check_masks(self, root: Path, masks: Sequence[Path], sizes: np.ndarray) -> np.ndarray:
+        """Rows whose masks can be used; sizes [N, 2] are those of the photographs.
+
+        Raises:
+            ValueError: a mask is missing or damaged and the option says to stop, or has other proportions than its
+                photograph (the dataset resizes those of the same proportions).
+        """
         report = check_photographs(masks, on_problem=self.config.on_problem, root=root, what="Masks")
         if report.problems:
             _say(f"Masks in {root}: {report.summary} Photographs without one are left out.")
-        wrong = np.flatnonzero((report.sizes != sizes[report.kept]).any(axis=1))
+        kept = sizes[report.kept]
+        wrong = np.flatnonzero(np.abs(report.sizes[:, 0] * kept[:, 1] - report.sizes[:, 1] * kept[:, 0]) >= kept.max(1))
         if len(wrong):
-            mask, photo = report.sizes[wrong[0]], sizes[report.kept[wrong[0]]]
+            mask, photo = report.sizes[wrong[0]], kept[wrong[0]]
             raise ValueError(
                 f"The mask {masks[report.kept[wrong[0]]]} has {mask[0]}x{mask[1]} pixels, its photograph "
-                f"{photo[0]}x{photo[1]} ({len(wrong)} such masks). Make masks of the size of the photographs."
+                f"{photo[0]}x{photo[1]} ({len(wrong)} such masks). Make masks of the proportions of the photographs."
             )
         return report.kept
 

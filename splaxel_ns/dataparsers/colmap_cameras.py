@@ -15,7 +15,8 @@ from scipy.spatial.transform import Rotation
 from splaxel_ns.dataparsers.colmap_model import ColmapCamera, ColmapImages
 
 # Position in COLMAP's parameters of fx, fy, cx, cy and of nerfstudio's k1, k2, k3, k4, p1, p2; None is zero.
-# nerfstudio undistorts with k1, k2, k3, p1, p2; its k4 is not the k4 of FULL_OPENCV, which is checked apart.
+# nerfstudio undoes k1, k2, k3, p1, p2, or the four terms of a fisheye; its k4 is not that of FULL_OPENCV, which is
+# checked apart.
 _PARAMS: dict[str, tuple[int | None, ...]] = {
     "SIMPLE_PINHOLE": (0, 0, 1, 2, None, None, None, None, None, None),
     "PINHOLE": (0, 1, 2, 3, None, None, None, None, None, None),
@@ -23,7 +24,11 @@ _PARAMS: dict[str, tuple[int | None, ...]] = {
     "RADIAL": (0, 0, 1, 2, 3, 4, None, None, None, None),
     "OPENCV": (0, 1, 2, 3, 4, 5, None, None, 6, 7),
     "FULL_OPENCV": (0, 1, 2, 3, 4, 5, 8, None, 6, 7),
+    "OPENCV_FISHEYE": (0, 1, 2, 3, 4, 5, 6, 7, None, None),
+    "SIMPLE_RADIAL_FISHEYE": (0, 0, 1, 2, 3, None, None, None, None, None),
+    "RADIAL_FISHEYE": (0, 0, 1, 2, 3, 4, None, None, None, None),
 }
+_FISHEYE = ("OPENCV_FISHEYE", "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE")
 _UNDISTORT = "Make pinhole images and a new model with `colmap image_undistorter`, and use its output folder as --data."
 
 
@@ -34,10 +39,11 @@ class Lenses:
     intrinsics: np.ndarray  # [N, 4] float64: fx, fy, cx, cy
     sizes: np.ndarray  # [N, 2] int64: width, height
     distortion: np.ndarray  # [N, 6] float64: k1, k2, k3, k4, p1, p2
+    fisheye: np.ndarray  # [N] bool: the distortion is a polynomial in the angle, not in the radius
 
     def take(self, rows: np.ndarray) -> Lenses:
         """The lenses of some images."""
-        return Lenses(self.intrinsics[rows], self.sizes[rows], self.distortion[rows])
+        return Lenses(self.intrinsics[rows], self.sizes[rows], self.distortion[rows], self.fisheye[rows])
 
     def resized(self, sizes: np.ndarray) -> Lenses:  # sizes [N, 2]
         """The lenses for images of other sizes; distortion is independent of the size."""
@@ -85,9 +91,9 @@ def pinhole_lenses(images: ColmapImages, cameras: Mapping[int, ColmapCamera], mo
 
     Raises:
         ValueError: a camera is missing, has a size or focal length that cannot be, or a distortion that nerfstudio
-            does not undo (fisheye, thin prism, the fractional terms of FULL_OPENCV).
+            does not undo (thin prism, field of view, the fractional terms of FULL_OPENCV).
     """
-    rows = np.zeros((len(images.names), 12))
+    rows = np.zeros((len(images.names), 13))
     known: dict[int, np.ndarray] = {}
     for i, camera_id in enumerate(images.camera_ids.tolist()):
         if camera_id not in known:
@@ -98,14 +104,19 @@ def pinhole_lenses(images: ColmapImages, cameras: Mapping[int, ColmapCamera], mo
                 )
             known[camera_id] = _lens(camera_id, cameras[camera_id], model)
         rows[i] = known[camera_id]
-    return Lenses(intrinsics=rows[:, :4], distortion=rows[:, 4:10], sizes=rows[:, 10:].astype(np.int64))
+    return Lenses(
+        intrinsics=rows[:, :4],
+        distortion=rows[:, 4:10],
+        sizes=rows[:, 10:12].astype(np.int64),
+        fisheye=rows[:, 12] > 0,
+    )
 
 
-def _lens(camera_id: int, camera: ColmapCamera, model: Path) -> np.ndarray:  # [12]
-    """fx, fy, cx, cy, distortion, width, height of one camera."""
+def _lens(camera_id: int, camera: ColmapCamera, model: Path) -> np.ndarray:  # [13]
+    """fx, fy, cx, cy, distortion, width, height and 1 for fisheye, of one camera."""
     name = f"Camera {camera_id} of {model} ({camera.model})"
     if camera.model not in _PARAMS:
-        raise ValueError(f"{name} is no pinhole camera with radial and tangential distortion. {_UNDISTORT}")
+        raise ValueError(f"{name} is a kind of camera that cannot be undistorted here. {_UNDISTORT}")
     if not np.isfinite(camera.params).all():
         raise ValueError(f"{name} has parameters that are not finite: {camera.params}. Run the reconstruction again.")
     if camera.model == "FULL_OPENCV" and any(camera.params[9:12]):
@@ -115,7 +126,7 @@ def _lens(camera_id: int, camera: ColmapCamera, model: Path) -> np.ndarray:  # [
         raise ValueError(f"{name} has focal lengths {values[:2]}; they must be positive. Run the reconstruction again.")
     if not (0 < camera.width < 1 << 20 and 0 < camera.height < 1 << 20):
         raise ValueError(f"{name} is {camera.width}x{camera.height} pixels large. Correct its width and height.")
-    return np.array([*values, camera.width, camera.height])
+    return np.array([*values, camera.width, camera.height, camera.model in _FISHEYE])
 
 
 def _listed(names: list[str], chosen: np.ndarray) -> str:

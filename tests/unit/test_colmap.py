@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from colmap_writer import PINHOLE, Model, centres, dataset, survey, write_binary, write_photographs, write_text
+from nerfstudio.cameras.cameras import CameraType
 from PIL import Image
 from scipy.spatial.transform import Rotation
 
@@ -207,8 +208,10 @@ def test_masks(tmp_path: Path, form: str) -> None:
     with pytest.raises(ValueError, match="Masks in .*3 registered, 2 found; 1 missing: 'b/0.jpg.png'"):
         outputs(data, eval_interval=0, masks_path=Path("masks"))
     assert len(outputs(data, eval_interval=0, masks_path=Path("masks"), on_problem="skip").cameras) == 2
-    write_photographs(data / "masks", masks, size=(20, 15))
-    with pytest.raises(ValueError, match="has 20x15 pixels, its photograph 40x30"):
+    write_photographs(data / "masks", masks, size=(20, 15))  # the dataset scales it
+    assert len(outputs(data, eval_interval=0, masks_path=Path("masks")).mask_filenames or []) == 3
+    write_photographs(data / "masks", masks, size=(20, 20))
+    with pytest.raises(ValueError, match="has 20x20 pixels, its photograph 40x30"):
         outputs(data, eval_interval=0, masks_path=Path("masks"))
     with pytest.raises(ValueError, match="mask folder .*nowhere is not there"):
         outputs(data, masks_path=Path("nowhere"))
@@ -300,8 +303,20 @@ def test_camera_models(tmp_path: Path, camera, fx: float, fy: float, distortion:
         torch.testing.assert_close(found.distortion_params[0], torch.tensor(distortion))
 
 
+def test_fisheye_beside_pinhole(tmp_path: Path) -> None:
+    """Both are pinholes once the dataset has undistorted them."""
+    fisheye = ("OPENCV_FISHEYE", 40, 30, (35.0, 36.0, 20.0, 15.0, 0.01, 0.02, 0.03, 0.04))
+    model = survey(NAMES[:2], cameras={1: PINHOLE, 2: fisheye})
+    model = replace(model, poses=(model.poses[0], replace(model.poses[1], camera_id=2)))
+    found = outputs(dataset(tmp_path, model), eval_interval=0)
+    kinds = [CameraType(int(kind)) for kind in found.cameras.camera_type[:, 0]]
+    assert kinds == [CameraType.PERSPECTIVE, CameraType.FISHEYE]
+    assert found.cameras.distortion_params is not None
+    torch.testing.assert_close(found.cameras.distortion_params[1], torch.tensor([0.01, 0.02, 0.03, 0.04, 0, 0]))
+
+
 BAD_CAMERAS = [
-    (("OPENCV_FISHEYE", 40, 30, (35.0, 36.0, 20.0, 15.0, 0.0, 0.0, 0.0, 0.0)), "OPENCV_FISHEYE.*image_undistorter"),
+    (("THIN_PRISM_FISHEYE", 40, 30, (35.0, 36.0, 20.0, 15.0, *[0.0] * 8)), "THIN_PRISM_FISHEYE.*image_undistorter"),
     (("FOV", 40, 30, (35.0, 36.0, 20.0, 15.0, 0.9)), "FOV.*image_undistorter"),
     (("FULL_OPENCV", 40, 30, (35.0, 36.0, 20.0, 15.0, *[0.1] * 8)), "k4, k5 or k6.*image_undistorter"),
     (("PINHOLE", 40, 30, (0.0, 36.0, 20.0, 15.0)), r"focal lengths \[0.0, 36.0\]"),
