@@ -67,8 +67,9 @@ std::tuple<at::Tensor, at::Tensor> content_bounds(const at::Tensor& means, const
         const float *m = mean + 3 * i, *s = scale + 3 * i;
         const float radius = kCutoff * std::max(s[0], std::max(s[1], s[2]));
         const float reach = radius * static_cast<float>(slope);
-        // A sum of finite numbers may overflow, but no NaN or infinity survives a product with zero.
-        if (!((m[0] + m[1] + m[2] + s[0] + s[1] + s[2]) * 0.0f == 0.0f)) continue;
+        // Neither NaN nor infinity times zero is zero.
+        if (!(m[0] * 0.0f == 0.0f && m[1] * 0.0f == 0.0f && m[2] * 0.0f == 0.0f)) continue;
+        if (!(s[0] * 0.0f == 0.0f && s[1] * 0.0f == 0.0f && s[2] * 0.0f == 0.0f)) continue;
         float low[3], high[3];
         for (int k = 0; k < 3; ++k) {
           low[k] = std::max(m[k] - reach, -FLT_MAX), high[k] = std::min(m[k] + reach, FLT_MAX);
