@@ -60,8 +60,8 @@ class SplaxelColmapDataParserConfig(DataParserConfig):
     scale_factor: float = 1.0
     """How much to scale the world, after auto_scale_poses."""
     orientation_method: OrientationMethod = "auto"
-    """How to turn the world so that z points up. auto keeps the model's axes where z points up already, and is up
-    otherwise (see the documentation of the module orientation)."""
+    """How to turn the world so that z points up. auto keeps the model's axes where z points up already (georeferenced
+    models), lays surveys from above level, and is up otherwise; the others are nerfstudio's."""
     center_method: CenterMethod = "poses"
     """What becomes the origin: the mean camera, what the cameras look at, or the model's origin."""
     auto_scale_poses: bool = True
@@ -225,8 +225,11 @@ class SplaxelColmapDataParser(DataParser):
                     if extra:
                         _say(f"Photographs in {folder} that the COLMAP model does not have, and are not used: {extra}.")
                     return folder, paths
-        looked = ", ".join(f"{folder}{'' if folder.is_dir() else ' (not there)'}" for folder in folders)
-        remedy = "Give their folder with --images-path, relative to --data."
+        looked = ", ".join(str(folder) for folder in folders if folder.is_dir()) or f"{folders[0]} (not there)"
+        there = ", ".join(sorted(child.name for child in data.iterdir() if child.is_dir()))
+        remedy = (
+            f"Folders in {data}: {there}. Name the right one with --images-path, or --downscale-factor N for images_N."
+        )
         if self.config.downscale_factor:
             remedy += " To scale full-size photographs while loading, leave out --downscale-factor and use"
             remedy += " --pipeline.datamanager.camera-res-scale-factor before the parser's name."
@@ -244,7 +247,11 @@ class SplaxelColmapDataParser(DataParser):
         while folder.name.isdecimal() or folder.name in ("sparse", "colmap"):  # --data is the model itself
             folder = folder.parent
             parents.append(folder)
-        return [parent / name for parent in parents for name in _IMAGE_FOLDERS] + [data]
+        folders = []
+        for parent in parents:
+            spelled = {child.name.lower(): child for child in sorted(parent.iterdir(), reverse=True)}  # Images/
+            folders += [spelled.get(name, parent / name) for name in _IMAGE_FOLDERS]
+        return [*folders, data]
 
     def _check_photographs(
         self, folder: Path, paths: list[Path], names: Sequence[str], lenses: Lenses

@@ -115,6 +115,7 @@ def test_a_windows_model_on_another_system(tmp_path: Path) -> None:
         ("sparse", "input", {}),
         (".", "images", {}),
         ("sparse/0", ".", {}),
+        ("sparse/0", "Images", {}),
         ("out/m", "pictures", {"colmap_path": Path("out/m"), "images_path": Path("pictures")}),
     ],
 )
@@ -134,9 +135,11 @@ def test_data_may_be_the_model_itself_and_images_a_link(tmp_path: Path) -> None:
 def test_photographs_not_found_names_the_folders(tmp_path: Path) -> None:
     write_binary(tmp_path / "sparse/0", survey(NAMES))
     write_photographs(tmp_path / "images", ["other.jpg"])
-    with pytest.raises(ValueError, match=r"None of the 10 registered.*'0000\.jpg'.*images.*--images-path"):
+    with pytest.raises(
+        ValueError, match=r"None of the 10 registered.*'0000\.jpg'.*Folders in .*: images, sparse\..*--images-path"
+    ):
         outputs(tmp_path)
-    with pytest.raises(ValueError, match=r"images_2 .not there..*camera-res-scale-factor"):
+    with pytest.raises(ValueError, match=r"None of the 10 .*camera-res-scale-factor"):
         outputs(tmp_path, downscale_factor=2)
 
 
