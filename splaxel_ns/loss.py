@@ -14,9 +14,7 @@ from torch import Tensor
 from torchmetrics.functional.image import structural_similarity_index_measure
 
 from splaxel_ns import cuda
-
-SSIM_WINDOW = 11
-"""Side of SSIM's Gaussian window in pixels: smaller images have no valid window."""
+from splaxel_ns.cuda.splats import SSIM_WINDOW
 
 
 def photometric_loss(pred: Tensor, target: Tensor, mask: Tensor | None, ssim_lambda: float) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.utils.rich_utils import CONSOLE
-from scipy.spatial import cKDTree
+from scipy.spatial import KDTree
 from torch import Tensor
 
 NEAR_FRACTION = 0.01
@@ -86,7 +86,7 @@ def initial_log_scales(means: Tensor) -> Tensor:
     if num_points == 1:
         return torch.full((1, 3), 0.01).log()
     neighbours = min(3, num_points - 1)
-    distances, _ = cKDTree(means.double().numpy()).query(means.double().numpy(), k=neighbours + 1, workers=-1)
+    distances, _ = KDTree(means.double().numpy()).query(means.double().numpy(), k=neighbours + 1, workers=-1)
     extent = float((means.amax(dim=0) - means.amin(dim=0)).max())
     floor = 1e-6 * extent if extent > 0 else 0.01
     mean_distance = torch.from_numpy(distances[:, 1:]).float().mean(dim=-1, keepdim=True).clamp_min(floor)  # [N, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def make_params(num: int) -> tuple[torch.nn.ParameterDict, dict[str, torch.optim
             "opacities": torch.nn.Parameter(torch.zeros(num, 1)),
         }
     )
-    optimizers = {name: torch.optim.Adam([p], lr=0.0) for name, p in params.items()}
+    optimizers: dict[str, torch.optim.Optimizer] = {name: torch.optim.Adam([p], lr=0.0) for name, p in params.items()}
     for name, p in params.items():
         p.grad = torch.randn_like(p)
         optimizers[name].step()
@@ -29,7 +31,7 @@ def make_params(num: int) -> tuple[torch.nn.ParameterDict, dict[str, torch.optim
 
 
 def make_strategy(**changes) -> SplaxelStrategy:
-    options = {
+    options: dict[str, Any] = {
         "prune_opa": 0.1,
         "grow_grad2d": 0.5,
         "refine_start_iter": 0,
@@ -54,11 +56,11 @@ def test_intervals_count_images(batch_size: int) -> None:
     due = [step for step in range(1, images // batch_size) if crosses(step, batch_size, 100)]
     passed = {step * batch_size // 100 for step in due}
     assert len(passed) == len(due)
-    assert passed == set(step * batch_size // 100 for step in range(1, images // batch_size)) - {0}
+    assert passed == {step * batch_size // 100 for step in range(1, images // batch_size)} - {0}
 
 
 def test_optimizer_state_moves_with_its_gaussians() -> None:
-    """Duplicates and children start with zero moments, survivors keep theirs, and every optimiser holds the new tensor."""
+    """Duplicates and children start with zero moments, survivors keep theirs; optimisers hold the new tensors."""
     params, optimizers = make_params(4)
     with torch.no_grad():
         params["opacities"][3] = -5.0
