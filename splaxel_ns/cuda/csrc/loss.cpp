@@ -22,20 +22,23 @@ namespace {
 constexpr int kTaps = kSsimWindow;
 constexpr int kReach = kTaps - 1;
 constexpr int64_t kBandRows = 64;
-constexpr float kShift = 0.5f;  // the middle of the range: see ssim_point
 
 struct Weights {
   float w[kTaps];
 };
 
+// The outermost weights, whose rounding is finest, are chosen so that the float32 weights sum to 1: otherwise
+// E[x^2] - E[x]^2 would be wrong by the excess times E[x]^2, which is not small against C2 in flat regions.
 Weights make_weights() {
   Weights weights;
-  double sum = 0.0, values[kTaps];
+  double sum = 0.0, values[kTaps], inner = 0.0;
   for (int k = 0; k < kTaps; ++k) {
     const double x = k - kTaps / 2;
     sum += values[k] = std::exp(-x * x / (2 * kSsimSigma * kSsimSigma));
   }
   for (int k = 0; k < kTaps; ++k) weights.w[k] = static_cast<float>(values[k] / sum);
+  for (int k = 1; k < kTaps - 1; ++k) inner += static_cast<double>(weights.w[k]);
+  weights.w[0] = weights.w[kTaps - 1] = static_cast<float>((1.0 - inner) / 2);
   return weights;
 }
 
@@ -98,14 +101,23 @@ SPLAXEL_INLINE float filter_down(const float* const* rows, int64_t x, const Weig
   return sum;
 }
 
+// What is subtracted from all pixels of a task, see ssim_point: about the mean of the photograph there.
+inline float shift_of(const Job& job, int channel, int64_t begin, int64_t end) {
+  float sum = 0.0f;
+  int64_t count = 0;
+  for (int64_t y = begin; y < end; y += 4)
+    for (int64_t x = 0; x < job.width; x += 4, ++count) sum += job.gt[3 * (y * job.width + x) + channel];
+  return sum / static_cast<float>(count);
+}
+
 // Reads row y of one channel and filters its five moments along the row.
-SPLAXEL_INLINE void read_row(const Job& job, int channel, int64_t y, Scratch& s) {
+SPLAXEL_INLINE void read_row(const Job& job, int channel, float shift, int64_t y, Scratch& s) {
   const float* pred = job.pred + 3 * y * job.width + channel;
   const float* gt = job.gt + 3 * y * job.width + channel;
   float *px = s.pixel(0, y), *py = s.pixel(1, y), *xx = s.products(0), *yy = s.products(1), *xy = s.products(2);
 #pragma omp simd
   for (int64_t x = 0; x < job.width; ++x) {
-    const float a = pred[3 * x] - kShift, b = gt[3 * x] - kShift;
+    const float a = pred[3 * x] - shift, b = gt[3 * x] - shift;
     px[x] = a, py[x] = b, xx[x] = a * a, yy[x] = b * b, xy[x] = a * b;
   }
   const Weights w = job.weights;
@@ -122,7 +134,7 @@ SPLAXEL_INLINE void read_row(const Job& job, int channel, int64_t y, Scratch& s)
 }
 
 // The windows whose first row is y: their SSIM, and their derivatives spread along the row.
-SPLAXEL_INLINE double window_row(const Job& job, int64_t y, Scratch& s) {
+SPLAXEL_INLINE double window_row(const Job& job, float shift, int64_t y, Scratch& s) {
   const Weights w = job.weights;
   const int64_t windows = job.width - kReach;
   // One moment at a time: eleven row pointers stay in registers, five times as many would not.
@@ -138,7 +150,7 @@ SPLAXEL_INLINE double window_row(const Job& job, int64_t y, Scratch& s) {
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t x = 0; x < windows; ++x) {
-    const SsimPoint<float> p = ssim_point(m0[x], m1[x], m2[x], m3[x], m4[x], kShift);
+    const SsimPoint<float> p = ssim_point(m0[x], m1[x], m2[x], m3[x], m4[x], shift);
     d0[x] = p.v_mean, d1[x] = p.v_square, d2[x] = p.v_product;
     sum += static_cast<double>(p.value);
   }
@@ -184,10 +196,11 @@ SPLAXEL_INLINE void gradient_row(const Job& job, int channel, int64_t y, const f
 SPLAXEL_CLONES
 Sums band(const Job& job, int channel, int64_t begin, int64_t end, Scratch& s, const float* zeros) {
   Sums sums = {0.0, 0.0};
+  const float shift = shift_of(job, channel, begin, end);
   const int64_t last_window = job.height - kTaps;
   const int64_t top = std::max<int64_t>(begin - kReach, 0), bottom = std::min(end + kReach, job.height);
   for (int64_t y = top; y < bottom; ++y) {
-    read_row(job, channel, y, s);
+    read_row(job, channel, shift, y, s);
     if (y >= begin && y < end) {
       const float *px = s.pixel(0, y), *py = s.pixel(1, y);
       double sum = 0.0;
@@ -197,7 +210,7 @@ Sums band(const Job& job, int channel, int64_t begin, int64_t end, Scratch& s, c
     }
     const int64_t window = y - kReach;
     if (window < top) continue;
-    const double value = window_row(job, window, s);
+    const double value = window_row(job, shift, window, s);
     if (window >= begin && window < end) sums.ssim += value;
     if (job.v_pred == nullptr) continue;
     if (window >= begin && window < end) gradient_row(job, channel, window, zeros, s);

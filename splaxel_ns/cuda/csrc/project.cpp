@@ -42,15 +42,15 @@ SPLAXEL_INLINE void load_gaussians(
   load_block<1>(opacities + first, count, in.opacity);
 }
 
-SPLAXEL_CLONES
-void project_block(const Camera<float>& camera, bool antialiased, int64_t first, int count, const ForwardPointers& p) {
+template <bool antialiased>
+SPLAXEL_INLINE void forward_block(const Camera<float>& camera, int64_t first, int count, const ForwardPointers& p) {
   GaussianArrays in;
   float mean2d[2][kBlock], depth[1][kBlock], conic[3][kBlock], opacity[1][kBlock], extent[2][kBlock];
   load_gaussians(p.means, p.quats, p.scales, p.opacities, first, count, in);
   const Camera<float> cam = camera;
 #pragma omp simd
   for (int i = 0; i < kBlock; ++i) {
-    const Splat<float> s = project_gaussian(cam, in.at(i), antialiased);
+    const Splat<float> s = project_gaussian<antialiased>(cam, in.at(i));
     mean2d[0][i] = s.x, mean2d[1][i] = s.y;
     depth[0][i] = s.depth;
     conic[0][i] = s.a, conic[1][i] = s.b, conic[2][i] = s.c;
@@ -65,10 +65,9 @@ void project_block(const Camera<float>& camera, bool antialiased, int64_t first,
 }
 
 // `v_pose`: 12 sums, the gradient of the top three rows of the world-to-camera matrix.
-SPLAXEL_CLONES
-void project_block_vjp(
-    const Camera<float>& camera, bool antialiased, int64_t first, int count, const BackwardPointers& p,
-    double* v_pose) {
+template <bool antialiased>
+SPLAXEL_INLINE void backward_block(
+    const Camera<float>& camera, int64_t first, int count, const BackwardPointers& p, double* v_pose) {
   GaussianArrays in;
   float v_mean2d[2][kBlock], v_depth[1][kBlock], v_conic[3][kBlock], v_out_opacity[1][kBlock], extent[2][kBlock];
   float v_mean[3][kBlock], v_quat[4][kBlock], v_scale[3][kBlock], v_opacity[1][kBlock], pose[12][kBlock];
@@ -83,7 +82,7 @@ void project_block_vjp(
   for (int i = 0; i < kBlock; ++i) {
     const SplatGrad<float> v = {v_mean2d[0][i], v_mean2d[1][i], v_depth[0][i],      v_conic[0][i],
                                 v_conic[1][i],  v_conic[2][i],  v_out_opacity[0][i]};
-    const GaussianGrad<float> g = project_gaussian_vjp(cam, in.at(i), antialiased, extent[0][i] > 0.0f, v);
+    const GaussianGrad<float> g = project_gaussian_vjp<antialiased>(cam, in.at(i), extent[0][i] > 0.0f, v);
     v_mean[0][i] = g.x, v_mean[1][i] = g.y, v_mean[2][i] = g.z;
     v_quat[0][i] = g.qw, v_quat[1][i] = g.qx, v_quat[2][i] = g.qy, v_quat[3][i] = g.qz;
     v_scale[0][i] = g.sx, v_scale[1][i] = g.sy, v_scale[2][i] = g.sz;
@@ -97,6 +96,19 @@ void project_block_vjp(
   store_block<3>(v_scale, count, p.v_scales + 3 * first);
   store_block<1>(v_opacity, count, p.v_opacities + first);
   for (int k = 0; k < 12; ++k) v_pose[k] = sum_block(pose[k]);
+}
+
+SPLAXEL_CLONES
+void project_block(const Camera<float>& camera, bool antialiased, int64_t first, int count, const ForwardPointers& p) {
+  antialiased ? forward_block<true>(camera, first, count, p) : forward_block<false>(camera, first, count, p);
+}
+
+SPLAXEL_CLONES
+void project_block_vjp(
+    const Camera<float>& camera, bool antialiased, int64_t first, int count, const BackwardPointers& p,
+    double* v_pose) {
+  antialiased ? backward_block<true>(camera, first, count, p, v_pose)
+              : backward_block<false>(camera, first, count, p, v_pose);
 }
 
 using Tensors5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;

@@ -76,6 +76,17 @@ SPLAXEL_INLINE T dot(Vec3<T> a, Vec3<T> b) {
   return a.x * b.x + a.y * b.y + a.z * b.z;
 }
 
+template <class T>
+SPLAXEL_INLINE Vec3<T> cross_product(Vec3<T> a, Vec3<T> b) {
+  return {a.y * b.z - a.z * b.y, a.z * b.x - a.x * b.z, a.x * b.y - a.y * b.x};
+}
+
+// k a + l b
+template <class T>
+SPLAXEL_INLINE Vec3<T> combine(T k, Vec3<T> a, T l, Vec3<T> b) {
+  return {k * a.x + l * b.x, k * a.y + l * b.y, k * a.z + l * b.z};
+}
+
 // Everything forward and backward both need.
 template <class T>
 struct Footprint {
@@ -88,6 +99,7 @@ struct Footprint {
   Vec3<T> m0, m1, m2;            // rows of W R S
   Vec3<T> a0, a1;                // rows of J W R S
   T xx, xy, yy;                  // covariance with the blur, pixels^2
+  Vec3<T> cross;                 // a0 x a1
   T det_sharp, inv_det;          // without and with the blur
   T norm2;                       // squared length of the quaternion as given
 };
@@ -129,9 +141,8 @@ SPLAXEL_INLINE Footprint<T> footprint(const Camera<T>& cam, const Gaussian<T>& g
   f.a0 = {jx * (f.m0.x - f.u * f.m2.x), jx * (f.m0.y - f.u * f.m2.y), jx * (f.m0.z - f.u * f.m2.z)};
   f.a1 = {jy * (f.m1.x - f.v * f.m2.x), jy * (f.m1.y - f.v * f.m2.y), jy * (f.m1.z - f.v * f.m2.z)};
   const T xx = dot(f.a0, f.a0), yy = dot(f.a1, f.a1);
-  const Vec3<T> cross = {f.a0.y * f.a1.z - f.a0.z * f.a1.y, f.a0.z * f.a1.x - f.a0.x * f.a1.z,
-                         f.a0.x * f.a1.y - f.a0.y * f.a1.x};
-  f.det_sharp = dot(cross, cross);
+  f.cross = cross_product(f.a0, f.a1);
+  f.det_sharp = dot(f.cross, f.cross);
   f.xx = xx + T(kBlur);
   f.yy = yy + T(kBlur);
   f.xy = dot(f.a0, f.a1);
@@ -141,8 +152,8 @@ SPLAXEL_INLINE Footprint<T> footprint(const Camera<T>& cam, const Gaussian<T>& g
 
 // A splat whose extents are zero, as are all its other values, where the view does not see the Gaussian: outside
 // near..far, alpha below kAlphaMin everywhere, box outside the image, zero quaternion, anything not finite.
-template <class T>
-SPLAXEL_INLINE Splat<T> project_gaussian(const Camera<T>& cam, const Gaussian<T>& g, bool antialiased) {
+template <bool antialiased, class T>
+SPLAXEL_INLINE Splat<T> project_gaussian(const Camera<T>& cam, const Gaussian<T>& g) {
   constexpr T smallest = T(1.1754944e-38), largest = T(3.4028234e38);
   const Footprint<T> f = footprint(cam, g);
   Splat<T> s;
@@ -152,7 +163,8 @@ SPLAXEL_INLINE Splat<T> project_gaussian(const Camera<T>& cam, const Gaussian<T>
   s.a = f.yy * f.inv_det;
   s.b = -f.xy * f.inv_det;
   s.c = f.xx * f.inv_det;
-  s.opacity = g.opacity * select(antialiased, std::sqrt(f.det_sharp * f.inv_det), T(1));
+  s.opacity = g.opacity;
+  if constexpr (antialiased) s.opacity *= std::sqrt(f.det_sharp * f.inv_det);
 
   const T ratio = s.opacity * T(1.0 / kAlphaMin);
   bool seen = (s.depth >= cam.near) & (s.depth <= cam.far) & (ratio >= T(1)) & (ratio <= largest);
@@ -175,34 +187,30 @@ SPLAXEL_INLINE Splat<T> project_gaussian(const Camera<T>& cam, const Gaussian<T>
 
 // Derivatives of a loss with respect to the Gaussian and the world-to-camera matrix, given those with respect to the
 // splat. `seen` is whether the forward pass kept the Gaussian; all derivatives are zero where it did not.
-template <class T>
+template <bool antialiased, class T>
 SPLAXEL_INLINE GaussianGrad<T> project_gaussian_vjp(
-    const Camera<T>& cam, const Gaussian<T>& g, bool antialiased, bool seen, const SplatGrad<T>& in) {
+    const Camera<T>& cam, const Gaussian<T>& g, bool seen, const SplatGrad<T>& in) {
   const Footprint<T> f = footprint(cam, g);
   GaussianGrad<T> out;
 
-  // Q = inverse covariance, G = gradient with respect to it: the covariance's gradient is -Q G Q.
+  // Q = inverse of the covariance A A^T + blur, G = gradient with respect to Q: A's gradient is -2 Q G (Q A). The rows
+  // of adj(A A^T) A are a1 x (a0 x a1) and (a0 x a1) x a0; written so, Q A loses no digits on needles.
   const T qa = f.yy * f.inv_det, qb = -f.xy * f.inv_det, qc = f.xx * f.inv_det;
-  const T gb = T(0.5) * in.b;
-  const T p00 = qa * in.a + qb * gb, p01 = qa * gb + qb * in.c;
-  const T p10 = qb * in.a + qc * gb, p11 = qb * gb + qc * in.c;
-  T h00 = -(p00 * qa + p01 * qb), h01 = -(p00 * qb + p01 * qc), h11 = -(p10 * qb + p11 * qc);
+  const Vec3<T> p0 = cross_product(f.a1, f.cross), p1 = cross_product(f.cross, f.a0);
+  const Vec3<T> b0 = combine(T(kBlur) * f.inv_det, f.a0, f.inv_det, p0);
+  const Vec3<T> b1 = combine(T(kBlur) * f.inv_det, f.a1, f.inv_det, p1);
+  Vec3<T> w0 = combine(T(-2) * in.a, b0, -in.b, b1), w1 = combine(-in.b, b0, T(-2) * in.c, b1);
+  out.opacity = in.opacity;
+  if constexpr (antialiased) {
+    // Compensation rho = sqrt(det_sharp / det): with S = A A^T, d log rho / dS = (S^-1 - Q) / 2, written as
+    // blur / 2 Q S^-1 to avoid the cancellation. A Gaussian that was kept has rho > 0.
+    const T rho = std::sqrt(f.det_sharp * f.inv_det);
+    out.opacity *= rho;
+    const T weight = in.opacity * g.opacity * rho * T(kBlur) / f.det_sharp;
+    w0 = combine(T(1), w0, weight, p0), w1 = combine(T(1), w1, weight, p1);
+  }
+  const Vec3<T> va0 = combine(qa, w0, qb, w1), va1 = combine(qb, w0, qc, w1);
 
-  // Compensation rho = sqrt(det_sharp / det). With S the sharp covariance, d log rho = (S^-1 - Q) / 2, written as
-  // blur / 2 S^-1 Q to avoid the cancellation. A kept Gaussian has rho > 0.
-  const T rho = select(antialiased, std::sqrt(f.det_sharp * f.inv_det), T(1));
-  out.opacity = in.opacity * rho;
-  const T weight = select(antialiased, in.opacity * g.opacity * rho * T(0.5 * kBlur) / f.det_sharp, T(0));
-  const T sxx = f.xx - T(kBlur), syy = f.yy - T(kBlur);
-  h00 += weight * (syy * qa - f.xy * qb);
-  h01 += weight * (syy * qb - f.xy * qc);
-  h11 += weight * (sxx * qc - f.xy * qb);
-
-  // Covariance = A A^T + blur.
-  const Vec3<T> va0 = {T(2) * (h00 * f.a0.x + h01 * f.a1.x), T(2) * (h00 * f.a0.y + h01 * f.a1.y),
-                       T(2) * (h00 * f.a0.z + h01 * f.a1.z)};
-  const Vec3<T> va1 = {T(2) * (h01 * f.a0.x + h11 * f.a1.x), T(2) * (h01 * f.a0.y + h11 * f.a1.y),
-                       T(2) * (h01 * f.a0.z + h11 * f.a1.z)};
   const T jx = cam.fx * f.inv_z, jy = cam.fy * f.inv_z;
   const T ju = jx * f.u, jv = jy * f.v;
   const Vec3<T> vm0 = {jx * va0.x, jx * va0.y, jx * va0.z};
