@@ -59,6 +59,7 @@ _AERIAL_SIZE, _STREET_SIZE = (1920.0, 1080.0), (1000.0, 1000.0)  # pixels, as di
 _AERIAL_FOV, _STREET_FOV = np.pi / 4, np.pi / 2
 _MAX_SEED_POINTS = 1_000_000
 _CROP_OVERSAMPLING = 8  # a cloud of a whole city is read this much denser than one block of it needs
+_LEAST_MARGIN = 100.0  # metres around the cameras: in a street they see that far
 _FEWEST_IN_VIEW = 0.001  # share of a cloud around the cameras below which it is not theirs
 
 
@@ -136,6 +137,7 @@ class MatrixCityDataParser(DataParser):
         super().__init__(config)
         self._layout: Layout | None = None
         self._tables: dict[str, FrameTable] = {}
+        self._found: dict[str, _Photographs] = {}
         self._finder = PhotographFinder()
         self._said: set[str] = set()
 
@@ -157,7 +159,7 @@ class MatrixCityDataParser(DataParser):
         table = train if split == "train" else self._read_table("test")
         metres_per_unit = check_one_unit(train, table)
         frame = fit_world_frame(train.poses[:, :3, 3], self.config.auto_scale_poses, self.config.scale_factor)
-        photographs = self._find_photographs(table) if self.photographs_needed else self._without_photographs(table)
+        photographs = self._photographs(table, "train" if split == "train" else "test")
         points = self._seed_points(photographs, metres_per_unit) if split == "train" else None
         with_depth = self.config.load_depth and self.photographs_needed
         metadata = self._depth_metadata(photographs, metres_per_unit) if with_depth else {}
@@ -196,15 +198,30 @@ class MatrixCityDataParser(DataParser):
             if dropped:
                 shown = ", ".join(dropped[:5]) + (", ..." if len(dropped) > 5 else "")
                 self._say(f"Warning: {len(dropped)} {split} camera(s) without a finite pose left out: {shown}")
-            names = sorted({os.path.relpath(path, layout.root) for path in files})
+            names = [os.path.relpath(path, layout.root) for path in files]
             where = ", ".join(names[:4]) + (f", ... ({len(names)} files)" if len(names) > 4 else "")
             self._say(f"{split}: {len(self._tables[split])} cameras of {layout.root} ({where})")
         return self._tables[split]
 
-    def _find_photographs(self, table: FrameTable) -> _Photographs:
-        """Match cameras with files, and intrinsics with the files' sizes."""
+    def _photographs(self, table: FrameTable, split: Literal["train", "test"]) -> _Photographs:
+        """The usable frames of a split; files are looked at once."""
+        if not self.photographs_needed:
+            return self._without_photographs(table)
+        if split not in self._found:
+            self._found[split] = self._find_photographs(table, optional=split == "test")
+        return self._found[split]
+
+    def _find_photographs(self, table: FrameTable, optional: bool) -> _Photographs:
+        """Match cameras with files, and intrinsics with the files' sizes.
+
+        `optional` photographs may all be missing when problems are skipped: training needs none to evaluate on.
+        """
         layout = self._find_layout()
         files = [self._finder.find(path) for path in table.paths]
+        if optional and self.config.on_problem == "skip" and not any(map(self._finder.exists, files)):
+            if files:
+                self._say(f"Warning: none of the {len(files)} test photographs is there: nothing to evaluate on")
+            table, files = table.take(np.zeros(len(table), dtype=bool)), []
         self._check_folders(list(table.paths), files)
         report = check_photographs(files, on_problem=self.config.on_problem, root=layout.root)
         if report.problems:
@@ -242,7 +259,8 @@ class MatrixCityDataParser(DataParser):
             raise ValueError(
                 f"No photographs for {len(empty)} of {len(missing)} block folders, the first {empty[0]}: looked for "
                 f"{example.name} (or its stem with another image suffix) there and in its subfolders input, rgb and "
-                f"images, and for {empty[0].name}.tar. Download and unpack them{remedy}."
+                f"images, and for {empty[0].name}.tar. Download and unpack them{remedy}, or go on without them with "
+                f"--on-problem skip."
             )
 
     def _without_photographs(self, table: FrameTable) -> _Photographs:
@@ -294,9 +312,10 @@ class MatrixCityDataParser(DataParser):
         limit = config.max_seed_points
         points, colors = read_point_clouds(clouds, limit * _CROP_OVERSAMPLING if more else limit, config.seed)
         points = points * (config.point_cloud_unit / metres_per_unit)
-        around = crop_to_cameras(points, self._tables["train"].poses[:, :3, 3])
+        margin = _LEAST_MARGIN / metres_per_unit
+        around = crop_to_cameras(points, self._tables["train"].poses[:, :3, 3], margin)
         names = ", ".join(map(str, clouds))
-        if around.mean() < _FEWEST_IN_VIEW:
+        if not around.any() or (not more and around.mean() < _FEWEST_IN_VIEW):
             raise ValueError(
                 f"{names}: only {int(around.sum())} of {len(around)} points lie around the cameras. Is it the cloud of "
                 f"another part, or in other units? --point-cloud-unit is {config.point_cloud_unit:g} metres per unit; "

@@ -76,7 +76,7 @@ def find_layout(data: Path, selection: Selection) -> Layout:
     Raises:
         ValueError: there is nothing we know, it is still packed, or it is not clear which scene or block is meant.
     """
-    start = _start(data.expanduser().absolute())
+    start = _start(Path(os.path.abspath(data.expanduser())))  # also without .., which would hide a folder's name
     name, scenes = _choose_scene(start, selection.scene, data)
     first, *others = scenes
     merged = not others and _has_pose_files(first)  # by the authors' merge_aerial_street.py

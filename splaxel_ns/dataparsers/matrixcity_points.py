@@ -26,7 +26,7 @@ def find_point_clouds(layout: Layout) -> tuple[list[Path], bool]:
     Looks beside the scene, the city and the data set. Without a cloud of the selected block that of the whole city is
     taken; without one of the whole city, those of its blocks.
     """
-    views = ("aerial", "street", "merge") if layout.view == "fusion" else (layout.view,)
+    views = ("aerial", "street", "merge", "") if layout.view == "fusion" else (layout.view, "")
     for place in _places(layout):
         for view in views:
             clouds = {path.stem.lower(): path for path in sorted((place / view).glob("[Bb]lock_*.ply"))}
@@ -84,10 +84,14 @@ def choose_rows(total: int, limit: int, seed: int) -> np.ndarray:  # [min(total,
     return np.random.default_rng(seed).integers(bounds[:-1], bounds[1:])
 
 
-def crop_to_cameras(points: np.ndarray, cam_centers: np.ndarray) -> np.ndarray:  # [M, 3], [N, 3] -> [M] bool
+def crop_to_cameras(
+    points: np.ndarray,  # [M, 3]
+    cam_centers: np.ndarray,  # [N, 3]
+    least_margin: float,
+) -> np.ndarray:  # [M] bool
     """Points that the cameras may see: within their bounding box in x and y, and twice their height around it."""
     height = float(np.max(cam_centers[:, 2]) - np.percentile(points[:, 2], 1))
-    margin = max(2.0 * height, 0.1 * float(np.ptp(cam_centers[:, :2], axis=0).max()))
+    margin = max(2.0 * height, 0.1 * float(np.ptp(cam_centers[:, :2], axis=0).max()), least_margin)
     low, high = cam_centers[:, :2].min(axis=0) - margin, cam_centers[:, :2].max(axis=0) + margin
     return ((points[:, :2] >= low) & (points[:, :2] <= high)).all(axis=1)
 
@@ -120,14 +124,10 @@ def _search_folders(layout: Layout) -> list[tuple[Path, str]]:
     """Folders and the patterns of the folders of clouds in them."""
     scene = layout.scenes[0]
     city = scene.parent
-    patterns = (f"{city.name}_pointcloud/point_cloud_ds*", "point_cloud_ds*")
-    return [
-        (city.parent, patterns[0]),
-        (city.parent, patterns[1]),
-        (city, patterns[0]),
-        (city, patterns[1]),
-        (scene, patterns[1]),
-    ]
+    clouds = f"{city.name}_pointcloud"
+    patterns = (f"{clouds}/*point_cloud_ds*", f"{clouds}/*/point_cloud_ds*", "*point_cloud_ds*")
+    beside = [(folder, pattern) for folder in (city.parent, city) for pattern in patterns]
+    return [*beside, (scene, patterns[-1])]
 
 
 def _places(layout: Layout) -> list[Path]:

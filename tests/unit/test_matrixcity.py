@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import tarfile
 import time
@@ -279,7 +280,12 @@ def test_blocks_that_were_not_downloaded(tmp_path: Path):
         file.unlink()
     with pytest.raises(ValueError, match=r"No photographs for 1 of 2 block folders.*--block \(found: block_1\)"):
         parser(tmp_path).get_dataparser_outputs()
-    assert names(parser(tmp_path, on_problem="skip").get_dataparser_outputs()) == POSE_FRAMES
+    shutil.rmtree(tmp_path / "test")
+    skipping = parser(tmp_path, on_problem="skip")
+    assert names(skipping.get_dataparser_outputs()) == POSE_FRAMES
+    assert len(skipping.get_dataparser_outputs("test").cameras) == 0
+    with pytest.raises(ValueError, match="No photographs for 2 of 2 block folders.*--on-problem skip"):
+        parser(tmp_path).get_dataparser_outputs("test")
     assert names(parser(tmp_path, block=("1",)).get_dataparser_outputs()) == POSE_FRAMES
 
 

@@ -227,7 +227,13 @@ def city(tmp_path: Path) -> tuple[Path, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "folder", ["small_city_pointcloud/point_cloud_ds20", "point_cloud_ds20", "small_city/point_cloud_ds20"]
+    "folder",
+    [
+        "small_city_pointcloud/point_cloud_ds20",
+        "small_city_pointcloud/matrixcity_point_cloud_ds20/point_cloud_ds20",
+        "point_cloud_ds20",
+        "small_city/point_cloud_ds20",
+    ],
 )
 def test_cloud_is_found(tmp_path: Path, folder: str):
     scene, points = city(tmp_path)
