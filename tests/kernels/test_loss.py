@@ -60,7 +60,7 @@ def test_matches_float64(size: tuple[int, int], ssim_lambda: float) -> None:
 
 @pytest.mark.parametrize("kind", ["smooth", "black"])
 def test_matches_float64_where_variances_vanish(kind: str) -> None:
-    # pytorch_msssim rounds its window to float32 in any precision; the weights then do not sum to 1, and in flat regions
+    # pytorch_msssim rounds its window to float32 in any precision; the weights then do not sum to 1, and in flat parts
     # its variances are wrong by more than our tolerance. Compare with the window as it was meant.
     compare(*images(kind, 70, 60), 0.2, exact_window=True)
 
