@@ -101,7 +101,7 @@ def _build_and_load(folder: Path, library: Path) -> None:
         # torch's own lock is the mere existence of this file: after a killed build it would be waited for for ever.
         # Whoever holds ours is alone here, so that one is stale.
         (folder / "lock").unlink(missing_ok=True)
-        _compile_and_load(folder, library)
+        _compile_and_load(folder, library, path)
 
 
 @contextlib.contextmanager
@@ -116,7 +116,7 @@ def _exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile_and_load(folder: Path, library: Path) -> None:
+def _compile_and_load(folder: Path, library: Path, path: str) -> None:
     from torch.utils import cpp_extension
 
     start = time.monotonic()
@@ -136,9 +136,10 @@ def _compile_and_load(folder: Path, library: Path) -> None:
                 with_cuda=False,
             )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        raise RuntimeError(
-            f"Splaxel's CPU kernels did not compile in {folder} with {' '.join(_compiler())}:\n{error}"
-        ) from error
+        # Of ninja's output, what the compiler said: not the command lines, several kilobytes each.
+        said = [line for line in str(error).splitlines() if "-DTORCH_EXTENSION_NAME" not in line]
+        text = "\n".join(said)
+        raise RuntimeError(f"Splaxel's CPU kernels did not compile in {folder} with {path}:\n{text}") from error
     # A copy under the sources' hash: later processes load it without asking ninja, and an edited checkout that
     # rebuilds beside a running one never changes the file under it.
     partial = library.with_suffix(f".{os.getpid()}")

@@ -24,6 +24,8 @@ c10::Dict<std::string, double> thresholds() {
 }  // namespace
 
 TORCH_LIBRARY(splaxel, m) {
+  // "best", "portable", "avx2" or "avx512"; returns the level now in use.
+  m.def("set_cpu_level(str level) -> str");
   // Partial images of the participants `order`; see cuda/rasterize.py. The results after `transmittances` are what
   // the backward pass needs again: the packed records of the visible splats and their (participant, tile) lists.
   m.def(
@@ -31,12 +33,12 @@ TORCH_LIBRARY(splaxel, m) {
       "Tensor extents, Tensor owner, Tensor means, Tensor? reach, Tensor viewmat, Tensor K, Tensor axis, "
       "Tensor threshold, Tensor children, Tensor lo, Tensor hi, Tensor order, Tensor spans, int width, "
       "int boundary, float stop, bool count_clipped) -> (Tensor colors, Tensor depths, Tensor transmittances, "
-      "Tensor records, Tensor pair_records, Tensor pair_masks, Tensor pair_slots, Tensor slot_offsets, "
+      "Tensor records, Tensor pair_records, Tensor pair_masks, Tensor item_pairs, Tensor item_offsets, "
       "Tensor tile_offsets, Tensor stats)");
   m.def(
       "rasterize_partials_backward(Tensor conics, Tensor opacities, Tensor viewmat, Tensor K, Tensor axis, "
       "Tensor threshold, Tensor children, Tensor lo, Tensor hi, Tensor order, Tensor spans, int width, int boundary, "
-      "float stop, Tensor records, Tensor pair_records, Tensor pair_masks, Tensor pair_slots, Tensor slot_offsets, "
+      "float stop, Tensor records, Tensor pair_records, Tensor pair_masks, Tensor item_pairs, Tensor item_offsets, "
       "Tensor tile_offsets, Tensor v_colors, Tensor v_depths, Tensor v_transmittances, bool absgrad) -> "
       "(Tensor v_means2d, Tensor v_depths, Tensor v_conics, Tensor v_opacities, Tensor v_colors, Tensor absgrad)");
   // Content boxes and pixel regions of the partitions; see cuda/region.py.

@@ -1,0 +1,342 @@
+#include "bin.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "parallel.h"
+
+namespace splaxel {
+namespace {
+
+constexpr int64_t kLeastItems = 2048;  // per thread
+
+// The columns (or rows) [first, last] whose centres lie within `extent` of `center`, enlarged beyond rounding.
+bool covered(float center, float extent, int size, int* first, int* last) {
+  const float half = extent * 1.0001f + 1e-3f;
+  const float low = std::ceil(center - half - 0.5f), high = std::floor(center + half - 0.5f);
+  if (!(high >= 0.0f && low <= static_cast<float>(size - 1) && high >= low)) return false;
+  *first = low > 0.0f ? static_cast<int>(low) : 0;
+  *last = high < static_cast<float>(size - 1) ? static_cast<int>(high) : size - 1;
+  return true;
+}
+
+bool visible(const BinInput& in, int64_t i) {
+  const float* conic = in.conics + 3 * i;
+  return in.extents[2 * i] > 0.0f && in.extents[2 * i + 1] > 0.0f && in.opacities[i] >= static_cast<float>(kAlphaMin) &&
+         conic[0] > 0.0f && conic[2] > 0.0f;
+}
+
+bool tile_rect(const BinInput& in, const RasterArgs& args, int64_t i, TileRect* rect) {
+  int x0, x1, y0, y1;
+  if (!covered(in.means2d[2 * i], in.extents[2 * i], args.width, &x0, &x1) ||
+      !covered(in.means2d[2 * i + 1], in.extents[2 * i + 1], args.height, &y0, &y1))
+    return false;
+  *rect = {static_cast<uint16_t>(x0 / kTile), static_cast<uint16_t>(y0 / kTile),
+           static_cast<uint16_t>(x1 / kTile + 1), static_cast<uint16_t>(y1 / kTile + 1)};
+  return true;
+}
+
+SplatRecord pack(const BinInput& in, int64_t i, bool tested) {
+  const float* conic = in.conics + 3 * i;
+  const double a = conic[0], b = conic[1], c = conic[2];
+  SplatRecord s;
+  s.x = in.means2d[2 * i];
+  s.y = in.means2d[2 * i + 1];
+  s.k = static_cast<float>(b / a);
+  s.h = static_cast<float>(-b / c);
+  s.a2 = 0.5f * kLog2E * conic[0];
+  // Of a very long splat the rounded conic may not be positive definite; it is then drawn as infinitely long.
+  s.d2 = static_cast<float>(0.5 * static_cast<double>(kLog2E) * std::max(c - b * b / a, 0.0));
+  s.log2_opacity = std::log2(in.opacities[i]);
+  s.limit = (s.log2_opacity + std::log2(255.0f)) * 1.0001f + 1e-3f;
+  s.r = in.colors[3 * i];
+  s.g = in.colors[3 * i + 1];
+  s.b = in.colors[3 * i + 2];
+  s.depth = in.depths[i];
+  s.a = conic[0];
+  s.c = conic[2];
+  s.tested = tested ? 1 : 0;
+  s.index = static_cast<int32_t>(i);
+  return s;
+}
+
+bool splat_straddles(const BinInput& in, const RasterArgs& args, int64_t i, WorldBox* box) {
+  *box = pairs_box(
+      args.camera, in.means + 3 * i, in.reach != nullptr ? in.reach + 3 * i : nullptr, in.extents[2 * i],
+      in.extents[2 * i + 1], in.depths[i]);
+  return !inside_leaf(args.tree, in.owner[i], *box);
+}
+
+// Calls emit(participant, tested) for those that may draw Gaussian i. Returns whether it straddles.
+template <class Emit>
+bool for_candidates(const BinInput& in, const RasterArgs& args, int64_t i, Emit emit) {
+  WorldBox box;
+  const bool straddles = args.tree.num_partitions > 1 && splat_straddles(in, args, i, &box);
+  if (straddles && args.boundary == Boundary::kExact) {
+    for_leaves_touched(args.tree, box, [&](int leaf) {
+      if (in.participant_of[leaf] >= 0) emit(in.participant_of[leaf], true);
+    });
+  } else if (in.participant_of[in.owner[i]] >= 0) {
+    emit(in.participant_of[in.owner[i]], straddles && args.boundary == Boundary::kFilter);
+  }
+  return straddles;
+}
+
+// Calls visit(job) for the tiles of an item in which its participant renders something.
+template <class Visit>
+inline void for_jobs(const RasterArgs& args, const Items& items, const uint8_t* job_renders, uint32_t item, Visit visit) {
+  const TileRect rect = items.rects[item];
+  const int64_t first = static_cast<int64_t>(items.participants[item]) * args.tiles_x * args.tiles_y;
+  for (int y = rect.y0; y < rect.y1; ++y) {
+    const int64_t row = first + static_cast<int64_t>(y) * args.tiles_x;
+    for (int x = rect.x0; x < rect.x1; ++x)
+      if (job_renders[row + x] != 0) visit(row + x);
+  }
+}
+
+// Unsigned keys in the order of the floats.
+uint32_t sort_key(float depth) {
+  uint32_t key;
+  std::memcpy(&key, &depth, sizeof key);
+  return key >> 31 ? ~key : key | 0x80000000u;
+}
+
+}  // namespace
+
+std::unique_ptr<TileRegion[]> tile_regions(
+    const int32_t* spans, int num_partitions, const RasterArgs& args, int threads) {
+  const int64_t tiles = static_cast<int64_t>(args.tiles_x) * args.tiles_y;
+  auto regions = uninitialised<TileRegion>(num_partitions * tiles);
+  // A chunk is one row of tiles of one partition.
+  const int64_t rows = static_cast<int64_t>(num_partitions) * args.tiles_y;
+  const int chunks = chunks_for(rows, threads, 32);
+  for_chunks(chunks, [&](int chunk) {
+    const Chunk part(rows, chunk, chunks);
+    for (int64_t row = part.begin; row < part.end; ++row) {
+      const int64_t partition = row / args.tiles_y;
+      const int tile_y = static_cast<int>(row % args.tiles_y);
+      TileRegion* line = regions.get() + row * args.tiles_x;
+      std::memset(line, 0, sizeof(TileRegion) * static_cast<size_t>(args.tiles_x));
+      for (int y = 0; y < kTile && tile_y * kTile + y < args.height; ++y) {
+        const int32_t* span = spans + 2 * (partition * args.height + tile_y * kTile + y);
+        const int begin = std::max(span[0], 0), end = std::min(span[1], args.width);
+        for (int x = begin / kTile; x * kTile < end; ++x) {
+          const int low = std::max(begin - x * kTile, 0), high = std::min(end - x * kTile, kTile);
+          if (low >= high) continue;
+          const uint32_t pixels = ((1u << high) - 1) & ~((1u << low) - 1);
+          for (int b = 0; b < kTile / kBlock; ++b)
+            line[x].block[y / kBlock * (kTile / kBlock) + b] |=
+                static_cast<uint16_t>((pixels >> (kBlock * b) & 15u) << (kBlock * (y % kBlock)));
+        }
+      }
+    }
+  });
+  return regions;
+}
+
+Items list_items(
+    const BinInput& in, const RasterArgs& args, const std::function<SplatRecord*(int64_t)>& allocate) {
+  const int chunks = chunks_for(in.num_gaussians, in.threads, kLeastItems);
+  struct alignas(64) Count {
+    int64_t items = 0, splats = 0, straddling = 0;
+    bool owner_out_of_range = false;
+  };
+  std::vector<Count> counts(static_cast<size_t>(chunks));
+  for_chunks(chunks, [&](int chunk) {
+    const Chunk part(in.num_gaussians, chunk, chunks);
+    Count count;
+    for (int64_t i = part.begin; i < part.end; ++i) {
+      TileRect rect;
+      if (in.owner[i] < 0 || in.owner[i] >= args.tree.num_partitions) {
+        count.owner_out_of_range = true;
+      } else if (visible(in, i) && tile_rect(in, args, i, &rect)) {
+        int64_t found = 0;
+        const bool straddles = for_candidates(in, args, i, [&](int, bool) { ++found; });
+        count.items += found;
+        count.splats += found > 0;
+        count.straddling += found > 0 && straddles;
+      }
+    }
+    counts[static_cast<size_t>(chunk)] = count;
+  });
+  Items items;
+  std::vector<int64_t> first(static_cast<size_t>(chunks));
+  for (size_t chunk = 0; chunk < counts.size(); ++chunk) {
+    first[chunk] = items.count;
+    items.count += counts[chunk].items;
+    items.splats += counts[chunk].splats;
+    items.straddling += counts[chunk].straddling;
+    items.owner_out_of_range |= counts[chunk].owner_out_of_range;
+  }
+  if (items.owner_out_of_range) return items;
+  SplatRecord* records = allocate(items.count);
+  items.rects = uninitialised<TileRect>(items.count);
+  items.participants = uninitialised<int32_t>(items.count);
+  for_chunks(chunks, [&](int chunk) {
+    const Chunk part(in.num_gaussians, chunk, chunks);
+    int64_t item = first[static_cast<size_t>(chunk)];
+    for (int64_t i = part.begin; i < part.end; ++i) {
+      TileRect rect;
+      if (!visible(in, i) || !tile_rect(in, args, i, &rect)) continue;
+      for_candidates(in, args, i, [&](int participant, bool tested) {
+        records[item] = pack(in, i, tested);
+        items.rects[item] = rect;
+        items.participants[item] = participant;
+        ++item;
+      });
+    }
+  });
+  return items;
+}
+
+std::unique_ptr<uint32_t[]> sort_by_depth(const SplatRecord* records, int64_t count, int threads) {
+  constexpr int kBits = 11, kBuckets = 1 << kBits;
+  struct Entry {
+    uint32_t key, item;
+  };
+  auto from = uninitialised<Entry>(count), to = uninitialised<Entry>(count);
+  const int chunks = chunks_for(count, threads, kLeastItems);
+  auto starts = uninitialised<uint32_t>(static_cast<int64_t>(chunks) * kBuckets);
+  std::vector<uint32_t> lowest(static_cast<size_t>(chunks), 0xffffffffu), highest(static_cast<size_t>(chunks), 0);
+  for_chunks(chunks, [&](int chunk) {
+    const Chunk part(count, chunk, chunks);
+    uint32_t low = 0xffffffffu, high = 0;
+    for (int64_t i = part.begin; i < part.end; ++i) {
+      const uint32_t key = sort_key(records[i].depth);
+      from[i] = {key, static_cast<uint32_t>(i)};
+      low = std::min(low, key);
+      high = std::max(high, key);
+    }
+    lowest[static_cast<size_t>(chunk)] = low;
+    highest[static_cast<size_t>(chunk)] = high;
+  });
+  const uint32_t low = *std::min_element(lowest.begin(), lowest.end());
+  const uint32_t range = count > 0 ? *std::max_element(highest.begin(), highest.end()) - low : 0;
+  // Each pass is stable, and the first one sees the items in order of their Gaussians.
+  for (int shift = 0; shift < 32 && range >> shift != 0; shift += kBits) {
+    for_chunks(chunks, [&](int chunk) {
+      const Chunk part(count, chunk, chunks);
+      uint32_t* histogram = starts.get() + static_cast<int64_t>(chunk) * kBuckets;
+      std::fill(histogram, histogram + kBuckets, 0u);
+      for (int64_t i = part.begin; i < part.end; ++i) ++histogram[(from[i].key - low) >> shift & (kBuckets - 1)];
+    });
+    uint32_t total = 0;
+    for (int bucket = 0; bucket < kBuckets; ++bucket)
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        uint32_t& start = starts[static_cast<int64_t>(chunk) * kBuckets + bucket];
+        const uint32_t here = start;
+        start = total;
+        total += here;
+      }
+    for_chunks(chunks, [&](int chunk) {
+      const Chunk part(count, chunk, chunks);
+      uint32_t* next = starts.get() + static_cast<int64_t>(chunk) * kBuckets;
+      for (int64_t i = part.begin; i < part.end; ++i)
+        to[next[(from[i].key - low) >> shift & (kBuckets - 1)]++] = from[i];
+    });
+    from.swap(to);
+  }
+  auto order = uninitialised<uint32_t>(count);
+  for_chunks(chunks, [&](int chunk) {
+    const Chunk part(count, chunk, chunks);
+    for (int64_t i = part.begin; i < part.end; ++i) order[i] = from[i].item;
+  });
+  return order;
+}
+
+Pairs count_pairs(
+    const BinInput& in, const RasterArgs& args, const Items& items, const uint32_t* order, int32_t* tile_offsets,
+    int32_t* item_offsets) {
+  const int64_t tiles = static_cast<int64_t>(args.tiles_x) * args.tiles_y, jobs = args.num_participants * tiles;
+  Pairs pairs;
+  pairs.chunks = chunks_for(items.count, in.threads, kLeastItems);
+  pairs.job_renders = uninitialised<uint8_t>(jobs);
+  for (int q = 0; q < args.num_participants; ++q)
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      uint32_t any = 0;
+      for (const uint16_t block : args.region[args.order[q] * tiles + tile].block) any |= block;
+      pairs.job_renders[q * tiles + tile] = any != 0;
+    }
+  pairs.tile_counts = uninitialised<int32_t>(pairs.chunks * jobs);
+  for_chunks(pairs.chunks, [&](int chunk) {
+    const Chunk part(items.count, chunk, pairs.chunks);
+    int32_t* counts = pairs.tile_counts.get() + chunk * jobs;
+    std::fill(counts, counts + jobs, 0);
+    for (int64_t at = part.begin; at < part.end; ++at) {
+      int32_t found = 0;
+      for_jobs(args, items, pairs.job_renders.get(), order[at], [&](int64_t job) {
+        ++counts[job];
+        ++found;
+      });
+      item_offsets[order[at] + 1] = found;
+    }
+  });
+  for (int64_t job = 0; job < jobs; ++job) {
+    tile_offsets[job] = static_cast<int32_t>(pairs.count);
+    for (int chunk = 0; chunk < pairs.chunks; ++chunk) {
+      int32_t& start = pairs.tile_counts[chunk * jobs + job];
+      const int32_t here = start;
+      start = static_cast<int32_t>(pairs.count);
+      pairs.count += here;
+    }
+  }
+  tile_offsets[jobs] = static_cast<int32_t>(pairs.count);
+  item_offsets[0] = 0;
+  for (int64_t item = 0; item < items.count; ++item) item_offsets[item + 1] += item_offsets[item];
+  return pairs;
+}
+
+void list_pairs(
+    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, const int32_t* item_offsets,
+    int32_t* pair_records, int32_t* item_pairs) {
+  const int64_t jobs = args.num_jobs();
+  for_chunks(pairs.chunks, [&](int chunk) {
+    const Chunk part(items.count, chunk, pairs.chunks);
+    int32_t* next = pairs.tile_counts.get() + chunk * jobs;
+    for (int64_t at = part.begin; at < part.end; ++at) {
+      const uint32_t item = order[at];
+      int32_t slot = item_offsets[item];
+      for_jobs(args, items, pairs.job_renders.get(), item, [&](int64_t job) {
+        const int32_t pair = next[job]++;
+        pair_records[pair] = static_cast<int32_t>(item);
+        item_pairs[slot++] = pair;
+      });
+    }
+  });
+}
+
+int64_t count_clipped(const BinInput& in, const RasterArgs& args) {
+  const int64_t tiles = static_cast<int64_t>(args.tiles_x) * args.tiles_y;
+  const int chunks = chunks_for(in.num_gaussians, in.threads, 64);
+  std::vector<int64_t> clipped(static_cast<size_t>(chunks), 0);
+  for_chunks(chunks, [&](int chunk) {
+    const Chunk part(in.num_gaussians, chunk, chunks);
+    int64_t count = 0;
+    for (int64_t i = part.begin; i < part.end; ++i) {
+      int x0, x1, y0, y1;
+      if (!visible(in, i) || !covered(in.means2d[2 * i], in.extents[2 * i], args.width, &x0, &x1) ||
+          !covered(in.means2d[2 * i + 1], in.extents[2 * i + 1], args.height, &y0, &y1))
+        continue;
+      WorldBox box;
+      const bool moves = args.boundary == Boundary::kExact && splat_straddles(in, args, i, &box);
+      const SplatRecord s = pack(in, i, moves);
+      for (int y = y0; y <= y1; ++y)
+        for (int x = x0; x <= x1; ++x) {
+          const float px = static_cast<float>(x) + 0.5f, py = static_cast<float>(y) + 0.5f;
+          if (unclamped_alpha(s, px - s.x, py - s.y) < static_cast<float>(kAlphaMin)) continue;
+          const int leaf = moves ? locate(args.tree, point_on_ray(args.camera, px, py, s.depth).at) : in.owner[i];
+          const int block = y % kTile / kBlock * (kTile / kBlock) + x % kTile / kBlock;
+          const int lane = y % kBlock * kBlock + x % kBlock;
+          const int64_t tile = static_cast<int64_t>(y / kTile) * args.tiles_x + x / kTile;
+          count += (args.region[leaf * tiles + tile].block[block] >> lane & 1) == 0;
+        }
+    }
+    clipped[static_cast<size_t>(chunk)] = count;
+  });
+  int64_t total = 0;
+  for (const int64_t count : clipped) total += count;
+  return total;
+}
+
+}  // namespace splaxel

@@ -1,0 +1,81 @@
+// From projected Gaussians to what each (participant, tile) draws, in order of depth.
+//
+// An item is one visible splat as drawn by one participant. Only under the boundary `exact` does a splat that straddles
+// make several. Letters: N Gaussians, M items, P partitions, Q participants; a job is one (participant, tile).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "blend.h"
+#include "ownership.h"
+#include "rasterize.h"
+
+namespace splaxel {
+
+template <class T>
+std::unique_ptr<T[]> uninitialised(int64_t size) {
+  return std::unique_ptr<T[]>(new T[static_cast<size_t>(size)]);
+}
+
+struct BinInput {
+  int64_t num_gaussians;
+  const float* means2d;     // [N, 2] pixels
+  const float* depths;      // [N]
+  const float* conics;      // [N, 3]
+  const float* opacities;   // [N]
+  const float* colors;      // [N, 3]
+  const float* extents;     // [N, 2] pixels
+  const int32_t* owner;     // [N]
+  const float* means;       // [N, 3] world
+  const float* reach;       // [N, 3] world, or null: computed here
+  std::vector<int32_t> participant_of;  // [P], -1 where a partition renders nothing
+  int threads;
+};
+
+// Tiles [x0, x1) x [y0, y1).
+struct TileRect {
+  uint16_t x0, y0, x1, y1;
+};
+
+struct Items {
+  int64_t count = 0;                         // M
+  int64_t splats = 0, straddling = 0;        // visible ones that some participant draws; of them, those that straddle
+  bool owner_out_of_range = false;
+  std::unique_ptr<TileRect[]> rects;         // [M]
+  std::unique_ptr<int32_t[]> participants;   // [M]
+};
+
+struct Pairs {
+  int64_t count = 0;
+  std::unique_ptr<int32_t[]> tile_counts;  // [chunks, jobs], then where each chunk's pairs of each job start
+  std::unique_ptr<uint8_t[]> job_renders;  // [jobs]: the participant's region has pixels in the tile
+  int chunks = 1;
+};
+
+// The pixels that each partition renders, by tile. spans [P, H, 2].
+std::unique_ptr<TileRegion[]> tile_regions(const int32_t* spans, int num_partitions, const RasterArgs& args, int threads);
+
+// Lists the items in order of their Gaussians. allocate(M) says where their records go.
+Items list_items(
+    const BinInput& in, const RasterArgs& args, const std::function<SplatRecord*(int64_t)>& allocate);
+
+// Items in order of depth; equal depths in order of their Gaussians.
+std::unique_ptr<uint32_t[]> sort_by_depth(const SplatRecord* records, int64_t count, int threads);
+
+// Counts pairs: tile_offsets [jobs + 1] and item_offsets [M + 1] are written.
+Pairs count_pairs(
+    const BinInput& in, const RasterArgs& args, const Items& items, const uint32_t* order, int32_t* tile_offsets,
+    int32_t* item_offsets);
+
+// Lists pairs: pair_records, job by job and nearest first, and item_pairs, the pairs of each item.
+void list_pairs(
+    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, const int32_t* item_offsets,
+    int32_t* pair_records, int32_t* item_pairs);
+
+// (splat, pixel) pairs inside the image that the design wants drawn, but whose partition does not render the pixel.
+int64_t count_clipped(const BinInput& in, const RasterArgs& args);
+
+}  // namespace splaxel

@@ -1,0 +1,282 @@
+// The ops rasterize_partials and its backward on the CPU: buffers, threads, and the sums over each splat's pairs.
+
+#include "rasterize.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "bin.h"
+#include "blend.h"
+#include "cpu_level.h"
+#include "op.h"
+#include "parallel.h"
+
+namespace splaxel {
+namespace {
+
+using at::Tensor;
+
+const RasterKernels& kernels() {
+  switch (cpu_level()) {
+    case CpuLevel::kAvx512:
+      return kRasterAvx512;
+    case CpuLevel::kAvx2:
+      return kRasterAvx2;
+    default:
+      return kRasterPortable;
+  }
+}
+
+const float* floats(const Tensor& t) { return t.const_data_ptr<float>(); }
+const int32_t* ints(const Tensor& t) { return t.const_data_ptr<int32_t>(); }
+
+RayCamera ray_camera(const Tensor& viewmat, const Tensor& intrinsics, int width, int height) {
+  const float *m = floats(viewmat), *k = floats(intrinsics);
+  RayCamera cam;
+  for (int row = 0; row < 3; ++row)
+    for (int j = 0; j < 3; ++j) cam.rotation[3 * row + j] = m[4 * row + j];
+  for (int j = 0; j < 3; ++j) {
+    double center = 0.0;
+    for (int row = 0; row < 3; ++row) center -= static_cast<double>(m[4 * row + j]) * m[4 * row + 3];
+    cam.center[j] = static_cast<float>(center);
+  }
+  cam.inv_fx = 1.0f / k[0];
+  cam.inv_fy = 1.0f / k[4];
+  cam.cx = k[2];
+  cam.cy = k[5];
+  cam.max_slope = std::max(std::fabs(cam.cx), std::fabs(static_cast<float>(width) - cam.cx)) * cam.inv_fx +
+                  std::max(std::fabs(cam.cy), std::fabs(static_cast<float>(height) - cam.cy)) * cam.inv_fy;
+  return cam;
+}
+
+// What forward and backward both derive from the view and the partition.
+struct Setup {
+  RasterArgs args{};
+  std::unique_ptr<TileRegion[]> regions;
+  int threads;
+
+  Setup(
+      const Tensor& viewmat, const Tensor& intrinsics, const Tensor& axis, const Tensor& threshold,
+      const Tensor& children, const Tensor& lo, const Tensor& hi, const Tensor& order, const Tensor& spans,
+      int64_t width, int64_t boundary, double stop)
+      : threads(std::max(at::get_num_threads(), 1)) {
+    args.width = static_cast<int>(width);
+    args.height = static_cast<int>(spans.size(1));
+    args.tiles_x = (args.width + kTile - 1) / kTile;
+    args.tiles_y = (args.height + kTile - 1) / kTile;
+    args.num_participants = static_cast<int>(order.size(0));
+    args.boundary = static_cast<Boundary>(boundary);
+    args.stop = static_cast<float>(stop);
+    args.camera = ray_camera(viewmat, intrinsics, args.width, args.height);
+    args.tree = {static_cast<int>(lo.size(0)), ints(axis), floats(threshold), ints(children), floats(lo), floats(hi)};
+    args.order = ints(order);
+    regions = tile_regions(ints(spans), args.tree.num_partitions, args, threads);
+    args.region = regions.get();
+  }
+};
+
+// Runs every job on the threads; scratch has one entry per thread. Which thread runs a job changes no result.
+template <class Job>
+void for_jobs_in_parallel(const RasterArgs& args, std::vector<RasterScratch>& scratch, Job job) {
+  const int tiles = args.tiles_x * args.tiles_y;
+  const int64_t jobs = args.num_jobs();
+#pragma omp parallel for schedule(dynamic, 2) num_threads(static_cast<int>(scratch.size()))
+  for (int64_t at = 0; at < jobs; ++at)
+    job(args, static_cast<int>(at / tiles), static_cast<int>(at % tiles),
+        scratch[static_cast<size_t>(omp_get_thread_num())]);
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Forward rasterize_partials(
+    const Tensor& means2d, const Tensor& depths, const Tensor& conics, const Tensor& opacities, const Tensor& colors,
+    const Tensor& extents, const Tensor& owner, const Tensor& means, const std::optional<Tensor>& reach,
+    const Tensor& viewmat, const Tensor& intrinsics, const Tensor& axis, const Tensor& threshold,
+    const Tensor& children, const Tensor& lo, const Tensor& hi, const Tensor& order, const Tensor& spans,
+    int64_t width, int64_t boundary, double stop, bool count_clipped_pairs) {
+  Setup setup(viewmat, intrinsics, axis, threshold, children, lo, hi, order, spans, width, boundary, stop);
+  RasterArgs& args = setup.args;
+  BinInput in;
+  in.num_gaussians = means2d.size(0);
+  in.means2d = floats(means2d);
+  in.depths = floats(depths);
+  in.conics = floats(conics);
+  in.opacities = floats(opacities);
+  in.colors = floats(colors);
+  in.extents = floats(extents);
+  in.owner = ints(owner);
+  in.means = floats(means);
+  in.reach = reach.has_value() ? floats(*reach) : nullptr;
+  in.threads = setup.threads;
+  in.participant_of.assign(static_cast<size_t>(args.tree.num_partitions), -1);
+  for (int q = 0; q < args.num_participants; ++q) in.participant_of[static_cast<size_t>(args.order[q])] = q;
+
+  Tensor records;
+  const Items items = list_items(in, args, [&](int64_t count) {
+    records = at::empty({count, 16}, float_options());
+    return reinterpret_cast<SplatRecord*>(records.mutable_data_ptr<float>());
+  });
+  TORCH_CHECK_VALUE(
+      !items.owner_out_of_range, "owner holds numbers outside the ", args.tree.num_partitions, " partitions.");
+  args.records = reinterpret_cast<const SplatRecord*>(floats(records));
+  const auto sorted = sort_by_depth(args.records, items.count, setup.threads);
+  Tensor tile_offsets = at::empty({args.num_jobs() + 1}, int_options());
+  Tensor item_offsets = at::empty({items.count + 1}, int_options());
+  Pairs pairs = count_pairs(
+      in, args, items, sorted.get(), tile_offsets.mutable_data_ptr<int32_t>(),
+      item_offsets.mutable_data_ptr<int32_t>());
+  TORCH_CHECK(
+      pairs.count <= std::numeric_limits<int32_t>::max(), "A view of ", args.width, "x", args.height, " pixels has ",
+      pairs.count, " pairs of splats and tiles, more than 2^31: the splats are far too large.");
+  Tensor pair_records = at::empty({pairs.count}, int_options());
+  Tensor item_pairs = at::empty({pairs.count}, int_options());
+  Tensor pair_masks = at::empty({pairs.count}, at::TensorOptions().dtype(at::kShort));
+  list_pairs(
+      args, items, sorted.get(), pairs, ints(item_offsets), pair_records.mutable_data_ptr<int32_t>(),
+      item_pairs.mutable_data_ptr<int32_t>());
+
+  Tensor out_colors = at::empty({args.num_participants, args.height, args.width, 3}, float_options());
+  Tensor out_depths = at::empty({args.num_participants, args.height, args.width}, float_options());
+  Tensor out_transmittances = at::empty(out_depths.sizes(), float_options());
+  args.tile_offsets = ints(tile_offsets);
+  args.pair_records = ints(pair_records);
+  args.pair_masks = reinterpret_cast<uint16_t*>(pair_masks.mutable_data_ptr<int16_t>());
+  args.colors = out_colors.mutable_data_ptr<float>();
+  args.depths = out_depths.mutable_data_ptr<float>();
+  args.transmittances = out_transmittances.mutable_data_ptr<float>();
+  std::vector<RasterScratch> scratch(static_cast<size_t>(setup.threads));
+  for_jobs_in_parallel(args, scratch, kernels().forward);
+
+  Tensor stats = at::empty({5}, at::TensorOptions().dtype(at::kLong));
+  int64_t* stat = stats.mutable_data_ptr<int64_t>();
+  stat[0] = items.splats;
+  stat[1] = pairs.count;
+  stat[2] = 0;
+  for (const RasterScratch& part : scratch) stat[2] += part.dropped;
+  stat[3] = items.straddling;
+  stat[4] = count_clipped_pairs ? count_clipped(in, args) : -1;
+  return {out_colors, out_depths, out_transmittances, records, pair_records, pair_masks, item_pairs, item_offsets,
+          tile_offsets, stats};
+}
+
+// Floats that the backward pass of the fullest job keeps, and its number of pairs.
+std::pair<int64_t, int64_t> largest_job(const RasterArgs& args) {
+  int64_t most_blocks = 0, most_pairs = 0;
+  for (int64_t job = 0; job < args.num_jobs(); ++job) {
+    int64_t blocks = 0;
+    for (int32_t pair = args.tile_offsets[job]; pair < args.tile_offsets[job + 1]; ++pair)
+      blocks += __builtin_popcount(args.pair_masks[pair]);
+    most_blocks = std::max(most_blocks, blocks);
+    most_pairs = std::max<int64_t>(most_pairs, args.tile_offsets[job + 1] - args.tile_offsets[job]);
+  }
+  return {2 * kLanes * most_blocks, most_pairs};
+}
+
+struct SplatGrads {
+  Tensor means2d, depths, conics, opacities, colors, absolute;
+};
+
+// Adds up the pairs of each Gaussian, in a fixed order, and turns the sums into gradients.
+void sum_pairs(
+    const RasterArgs& args, const Tensor& conics, const Tensor& opacities, const Tensor& item_pairs,
+    const Tensor& item_offsets, int threads, SplatGrads& grads) {
+  const int64_t count = item_offsets.size(0) - 1;
+  const int32_t *pairs = ints(item_pairs), *offsets = ints(item_offsets);
+  const float *conic = floats(conics), *opacity = floats(opacities);
+  float* means2d = grads.means2d.mutable_data_ptr<float>();
+  float* depths = grads.depths.mutable_data_ptr<float>();
+  float* v_conics = grads.conics.mutable_data_ptr<float>();
+  float* v_opacities = grads.opacities.mutable_data_ptr<float>();
+  float* colors = grads.colors.mutable_data_ptr<float>();
+  float* absolute = args.absgrad ? grads.absolute.mutable_data_ptr<float>() : nullptr;
+  // The items of one Gaussian stand together and must not be split between threads.
+  const auto whole = [&](int64_t item) {
+    while (item > 0 && item < count && args.records[item].index == args.records[item - 1].index) ++item;
+    return item;
+  };
+  const int chunks = chunks_for(count, threads);
+  for_chunks(chunks, [&](int chunk) {
+    const Chunk part(count, chunk, chunks);
+    const int64_t end = whole(part.end);
+    int64_t item = whole(part.begin);
+    while (item < end) {
+      const int64_t i = args.records[item].index;
+      float sums[kGradRow] = {};
+      for (; item < end && args.records[item].index == i; ++item)
+        for (int32_t slot = offsets[item]; slot < offsets[item + 1]; ++slot) {
+          const float* row = args.pair_grads + static_cast<int64_t>(kGradRow) * pairs[slot];
+          for (int m = 0; m < kGradRow; ++m) sums[m] += row[m];
+        }
+      const SplatPixelsGrad grad = splat_gradient(sums, conic + 3 * i, opacity[i]);
+      means2d[2 * i] = grad.x;
+      means2d[2 * i + 1] = grad.y;
+      v_conics[3 * i] = grad.a;
+      v_conics[3 * i + 1] = grad.b;
+      v_conics[3 * i + 2] = grad.c;
+      v_opacities[i] = grad.opacity;
+      colors[3 * i] = sums[kR];
+      colors[3 * i + 1] = sums[kG];
+      colors[3 * i + 2] = sums[kB];
+      depths[i] = sums[kDepth];
+      if (absolute != nullptr) {
+        absolute[2 * i] = sums[kAbsX];
+        absolute[2 * i + 1] = sums[kAbsY];
+      }
+    }
+  });
+}
+
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Backward rasterize_partials_backward(
+    const Tensor& conics, const Tensor& opacities, const Tensor& viewmat, const Tensor& intrinsics, const Tensor& axis,
+    const Tensor& threshold, const Tensor& children, const Tensor& lo, const Tensor& hi, const Tensor& order,
+    const Tensor& spans, int64_t width, int64_t boundary, double stop, const Tensor& records,
+    const Tensor& pair_records, const Tensor& pair_masks, const Tensor& item_pairs, const Tensor& item_offsets,
+    const Tensor& tile_offsets, const Tensor& v_colors, const Tensor& v_depths, const Tensor& v_transmittances,
+    bool absgrad) {
+  Setup setup(viewmat, intrinsics, axis, threshold, children, lo, hi, order, spans, width, boundary, stop);
+  RasterArgs& args = setup.args;
+  args.records = reinterpret_cast<const SplatRecord*>(floats(records));
+  args.tile_offsets = ints(tile_offsets);
+  args.pair_records = ints(pair_records);
+  // The kernels share one struct for both directions; backward only reads these.
+  args.pair_masks = reinterpret_cast<uint16_t*>(const_cast<int16_t*>(pair_masks.const_data_ptr<int16_t>()));
+  args.colors = const_cast<float*>(floats(v_colors));
+  args.depths = const_cast<float*>(floats(v_depths));
+  args.transmittances = const_cast<float*>(floats(v_transmittances));
+  args.absgrad = absgrad;
+  const auto pair_grads = uninitialised<float>(pair_records.size(0) * kGradRow);
+  args.pair_grads = pair_grads.get();
+
+  const auto [floats_kept, most_pairs] = largest_job(args);
+  std::vector<RasterScratch> scratch(static_cast<size_t>(setup.threads));
+  for (RasterScratch& part : scratch) {
+    part.alphas.reset(static_cast<float*>(std::aligned_alloc(64, sizeof(float) * static_cast<size_t>(floats_kept) + 64)));
+    TORCH_CHECK(part.alphas != nullptr, "No memory for the backward pass of the fullest tile.");
+    part.masks = uninitialised<uint16_t>(most_pairs);
+  }
+  for_jobs_in_parallel(args, scratch, kernels().backward);
+
+  const int64_t n = conics.size(0);
+  SplatGrads grads{
+      at::zeros({n, 2}, float_options()), at::zeros({n}, float_options()), at::zeros({n, 3}, float_options()),
+      at::zeros({n}, float_options()),    at::zeros({n, 3}, float_options()),
+      at::zeros({absgrad ? n : 0, 2}, float_options())};
+  sum_pairs(args, conics, opacities, item_pairs, item_offsets, setup.threads, grads);
+  return {grads.means2d, grads.depths, grads.conics, grads.opacities, grads.colors, grads.absolute};
+}
+
+}  // namespace
+}  // namespace splaxel
+
+TORCH_LIBRARY_IMPL(splaxel, CPU, m) {
+  m.impl("rasterize_partials", &splaxel::rasterize_partials);
+  m.impl("rasterize_partials_backward", &splaxel::rasterize_partials_backward);
+}

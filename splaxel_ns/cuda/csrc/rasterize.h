@@ -1,0 +1,69 @@
+// The tile loops of the rasteriser: what they read and write, and the instruction sets they are compiled for.
+//
+// A job is one (participant, tile). Jobs write disjoint memory and depend on nothing but their arguments, so the
+// result does not depend on the number of threads. Letters: M visible splats, P partitions, Q participants.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+#include "ownership.h"
+
+namespace splaxel {
+
+constexpr int kTile = 16;                                   // pixels, both ways
+constexpr int kBlock = 4;                                   // pixels, both ways: the 16 lanes of a vector
+constexpr int kBlocks = (kTile / kBlock) * (kTile / kBlock);  // blocks of a tile, row by row
+constexpr int kLanes = kBlock * kBlock;                     // pixels of a block, row by row
+constexpr int kGradRow = 12;                                // floats per pair that the backward pass leaves, `Moment`
+
+enum class Boundary : int { kFilter = 0, kExact = 1, kNone = 2 };
+
+struct SplatRecord;
+
+// The pixels a partition renders in one tile: bit l of word b is lane l of block b.
+struct TileRegion {
+  uint16_t block[kBlocks];
+};
+
+struct RasterArgs {
+  int width, height, tiles_x, tiles_y, num_participants;
+  Boundary boundary;
+  float stop;
+  RayCamera camera;
+  Tree tree;
+  const int32_t* order;          // [Q] partitions
+  const TileRegion* region;      // [P, tiles]
+  const SplatRecord* records;    // [M]
+  const int32_t* tile_offsets;   // [Q * tiles + 1] into the pairs
+  const int32_t* pair_records;   // [pairs] indices into records, nearest first within a job
+  uint16_t* pair_masks;          // [pairs] blocks of the tile that the pair may touch; the forward pass writes it
+  // Forward: written. Backward: the gradients, read.
+  float* colors;                 // [Q, H, W, 3]
+  float* depths;                 // [Q, H, W]
+  float* transmittances;         // [Q, H, W]
+  float* pair_grads;             // [pairs, kGradRow], backward only
+  bool absgrad;
+
+  SPLAXEL_INLINE int64_t num_jobs() const { return static_cast<int64_t>(num_participants) * tiles_x * tiles_y; }
+};
+
+// What one thread of a pass needs; aligned so that threads share no cache line.
+struct alignas(64) RasterScratch {
+  // Backward: (alpha, weight) of each (pair, block) of a tile, 2 * kLanes floats, and the blocks each pair reached.
+  std::unique_ptr<float, void (*)(void*)> alphas{nullptr, std::free};
+  std::unique_ptr<uint16_t[]> masks;
+  int64_t dropped = 0;  // forward: (splat, pixel) pairs that the filter dropped
+};
+
+struct RasterKernels {
+  void (*forward)(const RasterArgs& args, int participant, int tile, RasterScratch& scratch);
+  void (*backward)(const RasterArgs& args, int participant, int tile, RasterScratch& scratch);
+};
+
+extern const RasterKernels kRasterAvx512;
+extern const RasterKernels kRasterAvx2;
+extern const RasterKernels kRasterPortable;
+
+}  // namespace splaxel
