@@ -17,11 +17,13 @@ from typing import cast
 
 import numpy as np
 from PIL import Image
+from rich.progress import track
 
 from splaxel_ns.dataparsers.matrixcity_points import SeedPoints
 
 CENTIMETRES_PER_METRE = 100.0
 SATURATED_CM = 65504.0  # the largest float16
+_PROGRESS_FROM = 20  # files; fewer are done before a bar could be read
 _EXR_HELP = (
     "Reading EXR needs OpenCV built with OpenEXR (opencv-python-headless 4.10.0.84 is; 5.0.0.93 is not) or the OpenEXR "
     "package: pip install OpenEXR."
@@ -137,7 +139,8 @@ def points_from_depth(
     generator = np.random.default_rng(seed)
     quotas = np.diff(np.arange(len(files) + 1) * limit // max(len(files), 1))
     positions, colors = [np.empty((0, 3))], [np.empty((0, 3), np.uint8)]
-    for k, quota in enumerate(quotas):
+    show = len(files) >= _PROGRESS_FROM
+    for k, quota in track(enumerate(quotas), "Reading depth maps", len(quotas), transient=True, disable=not show):
         depth = read_depth(files[k])
         height, width = depth.shape
         scale = np.array([width, height]) / sizes[k]

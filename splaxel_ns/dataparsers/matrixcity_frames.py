@@ -121,7 +121,7 @@ def _empty() -> FrameTable:
 def _read_file(path: Path) -> FrameTable:
     """One camera file."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # some editors put a byte order mark before the text
             meta = json.load(file)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not readable JSON ({error}). Download it again.") from error
@@ -156,7 +156,7 @@ def _paths(path: Path, frames: list[dict[str, Any]]) -> np.ndarray:  # [N] objec
     bases: dict[str, Path] = {}
     for i, frame in enumerate(frames):
         if isinstance(frame.get("file_path"), str):
-            head, name = os.path.split(frame["file_path"])
+            head, name = os.path.split(frame["file_path"].replace("\\", "/"))
             if head not in bases:
                 bases[head] = Path(os.path.normpath(folder / head))
             paths[i] = bases[head] / name

@@ -385,6 +385,25 @@ def test_viewer_needs_no_photographs(tmp_path: Path):
     assert outputs.cameras.fx[0, 0] == pytest.approx(500.0, rel=1e-4)
 
 
+def test_mirrored_pose_is_refused(tmp_path: Path):
+    write_aerial(tmp_path)
+    file = tmp_path / "pose/block_all/transforms_train.json"
+    frames = json.loads(file.read_text())["frames"]
+    frames[1]["transform_matrix"] = (np.array(frames[1]["transform_matrix"]) * [-1, 1, 1, 1]).tolist()
+    change_json(file, frames=frames)
+    with pytest.raises(ValueError, match="transform_matrix of '0002.png' is not a rotation"):
+        parser(tmp_path).get_dataparser_outputs()
+
+
+def test_camera_file_edited_elsewhere(tmp_path: Path):
+    """A byte order mark, backslashes, and a name without suffix."""
+    write_aerial(tmp_path)
+    file = tmp_path / "pose/block_A/transforms_train.json"
+    text = file.read_text().replace("../../train/block_1/0001.png", "..\\\\..\\\\train\\\\block_1\\\\0001")
+    file.write_text(text, encoding="utf-8-sig")
+    assert names(parser(file.parent).get_dataparser_outputs()) == POSE_FRAMES
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
