@@ -224,7 +224,7 @@ class Export:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         path = self.output_dir / "splat.ply"
         write_ply(path, model, frame, offset)
-        psnr = merge_psnr(model, outputs.cameras, self.check_views)
+        psnr = merge_psnr(model, pipeline.datamanager.train_dataset.cameras, self.check_views)
         photo = None if psnr is None else photo_psnr(pipeline)
         summary = {
             "gaussians": model.num_points,
