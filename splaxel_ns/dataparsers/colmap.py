@@ -67,7 +67,8 @@ class SplaxelColmapDataParserConfig(DataParserConfig):
     auto_scale_poses: bool = True
     """Whether to scale the world so that the cameras fit into +/- 1."""
     assume_colmap_world_coordinate_convention: bool = True
-    """With orientation_method none: turn COLMAP's guess of gravity (y down) to z up."""
+    """Turn COLMAP's guess of gravity (y down) to z up: the result of orientation_method none, a matter of the heading
+    for the others, without effect where auto keeps the axes."""
     eval_mode: EvalMode = "interval"
     """How to hold out images for evaluation: every nth; a fraction, spread evenly; those with eval in their name;
     or all, which trains on them too."""

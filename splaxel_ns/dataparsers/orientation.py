@@ -34,27 +34,30 @@ def choose_rotation(
         poses: every camera of the dataset.
         method: "auto"; "up", "vertical" as in nerfstudio; "pca": z along the thinnest direction of the camera
             positions; "none": the dataset's axes.
-        assume_colmap_axes: with "none", turn COLMAP's guess of gravity (y down) to z up, as nerfstudio does.
+        assume_colmap_axes: turn COLMAP's guess of gravity (y down) to z up first, as nerfstudio does. It is the
+            result of "none"; for the others it only chooses among the rotations about z.
     """
-    ups = poses[:, :3, 1].mean(axis=0)
     views = -poses[:, :3, 2].mean(axis=0)
+    if method == "auto" and (_points_to_z(poses[:, :3, 1].mean(axis=0)) or _points_to_z(-views)):
+        return np.eye(3)
+    axes = _COLMAP_TO_Z_UP if assume_colmap_axes else np.eye(3)
+    turned = axes @ poses[:, :3]  # [N, 3, 4]
+    ups = turned[:, :, 1].mean(axis=0)
     if method == "auto":
-        if _points_to_z(ups) or _points_to_z(-views):
-            return np.eye(3)
         cancelled = np.linalg.norm(ups) < 0.5 < np.linalg.norm(views)
-        return _turn_to_z(-views if cancelled else ups)
+        return _turn_to_z(-axes @ views if cancelled else ups) @ axes
     if method == "up":
-        return _turn_to_z(ups)
+        return _turn_to_z(ups) @ axes
     if method == "pca":
-        return _principal_axes(poses[:, :3, 3], ups)
+        return _principal_axes(turned[:, :, 3], ups) @ axes
     if method == "vertical":
         rotations = torch.eye(4).repeat(len(poses), 1, 1)
-        rotations[:, :3, :3] = torch.from_numpy(poses[:, :3, :3])
+        rotations[:, :3, :3] = torch.from_numpy(turned[:, :, :3])
         _, transform = auto_orient_and_center_poses(rotations, method="vertical", center_method="none")
         left, _, right = np.linalg.svd(transform[:, :3].double().numpy())  # orthonormal again beyond float32
-        return left @ right
+        return left @ right @ axes
     if method == "none":
-        return _COLMAP_TO_Z_UP if assume_colmap_axes else np.eye(3)
+        return axes
     raise ValueError(f"orientation_method is '{method}'; it must be auto, pca, up, vertical or none.")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from colmap_writer import PINHOLE, Model, centres, dataset, survey, write_binary, write_photographs, write_text
 from nerfstudio.cameras.cameras import CameraType
+from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 from PIL import Image
 from scipy.spatial.transform import Rotation
 
@@ -399,6 +400,28 @@ def test_orientations_are_rotations(tmp_path: Path, method) -> None:
     assert np.linalg.det(rotation) == pytest.approx(1)
     back = found.world_frame.points_to_input(found.cameras.camera_to_worlds[:, :, 3].numpy())
     np.testing.assert_allclose(back, centres(model), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["up", "vertical", "none"])
+@pytest.mark.parametrize("center", ["poses", "none"])
+@pytest.mark.parametrize("assume", [True, False])
+def test_frames_are_nerfstudios(tmp_path: Path, method, center, assume: bool) -> None:
+    """To float32, in which nerfstudio's parser calculates; its "pca" is no rotation to the axes and is not ours."""
+    model = survey(f"{k:04}.jpg" for k in range(20))
+    data = dataset(tmp_path, replace(model, poses=model.poses[::2]))  # one way only: tops that do not cancel out
+    options = {
+        "orientation_method": method,
+        "center_method": center,
+        "assume_colmap_world_coordinate_convention": assume,
+    }
+    stock = ColmapDataParserConfig(data=data, colmap_path=Path("sparse/0"), downscale_factor=1, **options)
+    expected = stock.setup().get_dataparser_outputs("train")
+    found = outputs(data, **options)
+    assert found.image_filenames == expected.image_filenames
+    assert found.dataparser_scale == pytest.approx(expected.dataparser_scale, rel=1e-5)
+    close = {"rtol": 0, "atol": 2e-5, "check_dtype": False}
+    torch.testing.assert_close(found.cameras.camera_to_worlds, expected.cameras.camera_to_worlds, **close)
+    torch.testing.assert_close(found.metadata["points3D_xyz"], expected.metadata["points3D_xyz"], **close)
 
 
 def test_auto_keeps_the_ground_of_a_nadir_survey_level(tmp_path: Path) -> None:
