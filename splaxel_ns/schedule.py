@@ -146,12 +146,17 @@ class ViewScheduler:
             raise ValueError(
                 f"The checkpoint's view order is for {state['num_views']} views, but the data has {self.num_views}."
             )
-        order, lengths, cursor = state["order"], state["lengths"], int(state["cursor"])
+        order, lengths, masks, cursor = state["order"], state["lengths"], state["masks"], int(state["cursor"])
+        tensors = [order, lengths] if masks is None else [order, lengths, masks]
+        if not all(isinstance(tensor, Tensor) and tensor.dtype == torch.int64 for tensor in tensors):
+            raise ValueError("The saved view order is not made of whole numbers; the checkpoint is damaged.")
         complete = len(order) in (0, self.num_views) and torch.equal(order.sort().values, torch.arange(len(order)))
-        if not complete or int(lengths.sum()) != len(order) or not 0 <= cursor <= len(order):
+        if not complete or int(lengths.sum()) != len(order) or (lengths < 1).any() or not 0 <= cursor <= len(order):
             raise ValueError("The saved view order does not hold every view once; the checkpoint is damaged.")
+        if masks is not None and (masks.ndim != 2 or len(masks) != self.num_views):
+            raise ValueError("The saved participants are not one set per view; the checkpoint is damaged.")
         self._generator.set_state(state["generator"])
-        self._masks = state["masks"]
+        self._masks = masks
         self._cursor, self._num_epochs = cursor, int(state["num_epochs"])
         self._occupied = int(state["occupied"])
         self._set_order(order, lengths)
