@@ -317,7 +317,7 @@ def _finite_points(xyz: np.ndarray, rgb: np.ndarray) -> tuple[np.ndarray, np.nda
     if not finite.all():
         _say(f"Left out {int((~finite).sum())} of {len(xyz)} points: their positions are not finite.")
     if not finite.any():
-        _say("The COLMAP model has no points: training starts from random ones between the cameras.")
+        _say("The COLMAP model has no usable points to start from.")
     return xyz[finite], rgb[finite]
 
 

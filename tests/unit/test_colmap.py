@@ -271,7 +271,7 @@ def test_few_points(tmp_path: Path, count: int, capsys) -> None:
     found = outputs(dataset(tmp_path, survey(NAMES, points=np.full((count, 3), 0.5))))
     assert len(found.metadata.get("points3D_xyz", [])) == len(found.metadata.get("points3D_rgb", [])) == count
     assert ("points3D_xyz" in found.metadata) == (count > 0)
-    assert ("starts from random ones" in capsys.readouterr().out) == (count == 0)
+    assert ("no usable points to start from" in capsys.readouterr().out) == (count == 0)
 
 
 def test_points_that_are_not_finite_are_dropped(tmp_path: Path, capsys) -> None:
