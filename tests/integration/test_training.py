@@ -50,6 +50,7 @@ def make_config(folder: Path, total: int = TOTAL, batch_size: int = 1, **changes
     config.pipeline.datamanager.data = DATA
     config.pipeline.datamanager.batch_size = batch_size
     config.pipeline.datamanager.camera_res_scale_factor = 0.25
+    config.pipeline.datamanager.dataparser.max_seed_points = 3000
     model = config.pipeline.model
     model.num_partitions = 4
     model.warmup_length = 5
