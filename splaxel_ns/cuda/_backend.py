@@ -29,6 +29,7 @@ _NAME = "splaxel_ops"
 
 _mutex = threading.Lock()
 _loaded = False
+_failure: RuntimeError | None = None
 
 
 def load() -> Any:
@@ -37,8 +38,10 @@ def load() -> Any:
     Raises:
         RuntimeError: not Linux on x86-64, no C++ compiler, or the compilation failed.
     """
-    global _loaded
+    global _loaded, _failure
     with _mutex:
+        if _failure is not None:  # torch would not try again within this process
+            raise _failure
         if not _loaded:
             _check_platform()
             folder = build_folder()
@@ -46,7 +49,11 @@ def load() -> Any:
             if library.is_file():
                 torch.ops.load_library(str(library))
             else:
-                _build_and_load(folder, library)
+                try:
+                    _build_and_load(folder, library)
+                except RuntimeError as error:
+                    _failure = error
+                    raise
             _loaded = True
     return torch.ops.splaxel
 
@@ -127,8 +134,8 @@ def _compile_and_load(folder: Path, library: Path, path: str) -> None:
             cpp_extension.load(
                 name=_NAME,
                 sources=[str(source) for source in sources],
-                extra_cflags=_CXX_FLAGS,
-                extra_ldflags=_LINK_FLAGS,
+                extra_cflags=[*_CXX_FLAGS],  # torch appends to its arguments
+                extra_ldflags=[*_LINK_FLAGS],
                 extra_include_paths=[str(_HERE / "include"), str(_HERE / "csrc")],
                 build_directory=str(folder),
                 is_python_module=False,

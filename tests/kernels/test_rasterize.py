@@ -64,7 +64,7 @@ def make_scene(
     width: int = 61,
     height: int = 45,
     full_regions: bool = False,
-    max_opacity: float = 1.0,
+    opacity: tuple[float, float] = (0.02, 1.0),
     largest: float = 9.0,  # pixels, standard deviation
     seed: int = 0,
 ) -> Scene:
@@ -81,7 +81,7 @@ def make_scene(
 
     means2d = torch.stack([uniform(count, low=-6, high=width + 6), uniform(count, low=-6, high=height + 6)], dim=1)
     depths = uniform(count, low=2, high=6)
-    depths[count // 2 : count // 2 + 4] = depths[count // 2]  # ties
+    depths[count // 2 : count // 2 + 4] = 4.0  # ties
     in_camera = torch.cat([(means2d - K[:2, 2]) / K.diagonal()[:2], torch.ones(count, 1, dtype=torch.float64)], dim=1)
     means = (in_camera * depths[:, None] - viewmat[:3, 3]) @ viewmat[:3, :3]
     tree = PartitionTree.build(means.float(), num_partitions)
@@ -91,7 +91,7 @@ def make_scene(
     sigmas = torch.stack([uniform(count, low=0.6, high=largest), uniform(count, low=0.6, high=largest / 3)], dim=1)
     cov = axes.transpose(1, 2) @ torch.diag_embed(sigmas**2) @ axes
     inverse = torch.linalg.inv(cov)
-    opacities = uniform(count, low=0.02, high=max_opacity)
+    opacities = uniform(count, low=opacity[0], high=opacity[1])
     extents = (2 * torch.log(255 * opacities))[:, None].sqrt() * cov.diagonal(dim1=1, dim2=2).sqrt()
     extents[::17] = 0  # culled
     spans = torch.zeros(num_partitions, height, 2, dtype=torch.int32)
@@ -136,53 +136,53 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float, what: str) 
     assert worst <= tolerance, f"{what}: off by {worst:.3g}, allowed {tolerance:.3g}"
 
 
+def weigh(images: list[Tensor], sure: Tensor) -> list[Tensor]:
+    """Random weights for a scalar of the images, zero where the reference is not sure."""
+    rng = torch.Generator().manual_seed(7)
+    return [
+        torch.randn(image.shape, generator=rng) * (sure[..., None] if image.ndim == 4 else sure) for image in images
+    ]
+
+
 def check_against_reference(scene: Scene, levels: list[str], absgrad: bool = False, **options: Any) -> cuda.RasterStats:
     """Compares values and gradients on each level; returns the counts of the last."""
-    count, height = len(scene.means2d), scene.spans.shape[1]
     exact = scene.splats(torch.float64)
     if absgrad:  # one copy of means2d per pixel, so that each pixel's own gradient is seen
-        per_pixel = scene.means2d.double()[:, None, None, :].expand(count, height, scene.width, 2).clone()
-        exact["means2d"] = per_pixel.requires_grad_()
+        shape = (len(scene.means2d), scene.spans.shape[1], scene.width, 2)
+        exact["means2d"] = scene.means2d.double()[:, None, None, :].expand(shape).clone().requires_grad_()
     *images, doubtful = scene.reference(exact, **options)
     # Pixels where rounding may rightly decide a threshold otherwise are left out of values and gradients.
     sure = ~doubtful
-    assert sure.float().mean() > 0.6
-    rng = torch.Generator().manual_seed(7)
-    weights = [
-        torch.randn(image.shape, generator=rng) * (sure[..., None] if image.ndim == 4 else sure) for image in images
-    ]
+    assert sure.float().mean() > 0.5
+    weights = weigh(images, sure)
     total = sum((weight.double() * image).sum() for weight, image in zip(weights, images, strict=True))
     expected = dict(zip(exact, torch.autograd.grad(total, list(exact.values())), strict=True))
+    if absgrad:
+        expected["absgrad"] = expected["means2d"].abs().sum(dim=(1, 2))
+        expected["means2d"] = expected["means2d"].sum(dim=(1, 2))
     stats = None
     for level in levels:
         cuda.set_cpu_level(level)
         splats = scene.splats()
         *actual, stats = scene.render(splats, absgrad=absgrad, **options)
         for image, reference in zip(actual, images, strict=True):
-            scale = max(reference.abs().max().item(), 1.0)
             mask = sure[..., None] if image.ndim == 4 else sure
-            assert_close(
-                image * mask, reference.detach() * mask, VALUE_TOLERANCE * scale, f"{level} image {image.ndim}"
-            )
+            tolerance = VALUE_TOLERANCE * max(reference.abs().max().item(), 1.0)
+            assert_close(image * mask, reference.detach() * mask, tolerance, f"{level}: image {list(image.shape)}")
         torch.autograd.backward(actual, weights)
-        for name, splat in splats.items():
-            wanted = expected[name]
-            if absgrad and name == "means2d":
-                per_pixel = wanted.abs().sum(dim=(1, 2))
-                assert_close(
-                    splat.absgrad, per_pixel, GRADIENT_TOLERANCE * per_pixel.abs().max().item(), f"{level} absgrad"
-                )
-                wanted = wanted.sum(dim=(1, 2))
-            assert splat.grad is not None
-            assert_close(
-                splat.grad, wanted, GRADIENT_TOLERANCE * wanted.abs().max().item(), f"{level} gradient of {name}"
-            )
+        gradients = {name: splat.grad for name, splat in splats.items()}
+        if absgrad:
+            gradients["absgrad"] = splats["means2d"].absgrad  # pyright: ignore[reportAttributeAccessIssue]
+        for name, gradient in gradients.items():
+            assert gradient is not None
+            tolerance = GRADIENT_TOLERANCE * expected[name].abs().max().item()
+            assert_close(gradient, expected[name], tolerance, f"{level}: gradient {name}")
     assert stats is not None
     return stats
 
 
 @pytest.mark.parametrize("stop", [0.0, 1e-4])
-@pytest.mark.parametrize("num_partitions", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_partitions", [1, 2, 3, 8])
 @pytest.mark.parametrize("boundary", ["filter", "exact", "none"])
 def test_against_reference(boundary: str, num_partitions: int, stop: float) -> None:
     scene = make_scene(num_partitions, seed=num_partitions)
@@ -190,3 +190,193 @@ def test_against_reference(boundary: str, num_partitions: int, stop: float) -> N
     assert stats.num_splats > 0 and stats.num_pairs > stats.num_splats
     assert (stats.straddling > 0) == (num_partitions > 1)
     assert (stats.dropped_pairs > 0) == (num_partitions > 1 and boundary == "filter")
+
+
+@pytest.mark.parametrize("num_partitions", [1, 4, 7])
+def test_absolute_gradients(num_partitions: int) -> None:
+    scene = make_scene(num_partitions, count=77, width=31, height=23, seed=20 + num_partitions)
+    check_against_reference(scene, available_levels(), boundary="exact", stop=0.0, absgrad=True)
+
+
+def test_opaque_stacks_without_stop() -> None:
+    # Transmittances vanish below float32's range behind a few dozen opaque splats; gradients must not.
+    scene = make_scene(2, count=150, width=20, height=20, opacity=(0.9, 0.998), largest=30.0, seed=3)
+    check_against_reference(scene, available_levels(), boundary="none", stop=0.0)
+
+
+def test_long_thin_and_huge_splats() -> None:
+    scene = make_scene(3, count=61, width=50, height=34, largest=400.0, seed=4)
+    # A float32 conic is the input; the long thin ones are where its evaluation could lose digits.
+    check_against_reference(scene, available_levels(), boundary="exact", stop=1e-4)
+
+
+@pytest.mark.parametrize("num_partitions", [2, 3, 5, 8])
+def test_exact_partitions_compose_to_one(num_partitions: int) -> None:
+    scene = make_scene(num_partitions, full_regions=True, seed=num_partitions)
+    one = make_scene(1, full_regions=True, seed=num_partitions)
+    view = scene.viewmat.double()
+    scene.order = scene.tree.order((-view[:3, :3].T @ view[:3, 3]).float())
+    results = []
+    for each in (one, scene):
+        splats = each.splats()
+        colors, depths, transmittances, stats = each.render(splats, boundary="exact", stop=0.0, count_clipped=True)
+        assert stats.clipped_pairs == 0
+        passed = torch.cumprod(transmittances, dim=0)
+        before = torch.cat([torch.ones_like(passed[:1]), passed[:-1]])
+        image = torch.cat(
+            [(before[..., None] * colors).sum(0), (before * depths).sum(0)[..., None], passed[-1][..., None]], -1
+        )
+        weights = torch.randn(image.shape, generator=torch.Generator().manual_seed(1))
+        (image * weights).sum().backward()
+        results.append((image.detach(), {name: splat.grad for name, splat in splats.items()}))
+    (expected, expected_grads), (image, grads) = results
+    # Every pair is drawn exactly once, whatever the tree: only the order of float32 roundings differs.
+    assert_close(image, expected, 1e-5, "composed image")
+    for name, grad in grads.items():
+        assert_close(grad, expected_grads[name], GRADIENT_TOLERANCE * expected_grads[name].abs().max().item(), name)
+
+
+def test_clipped_pairs_are_counted() -> None:
+    scene = make_scene(3, seed=5)
+    scene.order = scene.order[:2]
+    scene.spans[[p for p in range(3) if p not in scene.order]] = 0  # renders nothing: all its pairs are clipped
+    *_, stats = scene.render(scene.splats(), boundary="none", count_clipped=True)
+    dx, dy = (_reference._pixel_centres(45, 61, torch.float64) - scene.means2d.double()[:, None, None]).unbind(-1)
+    a, b, c = scene.conics.double()[:, :, None, None].unbind(1)
+    alpha = scene.opacities[:, None, None] * torch.exp(-0.5 * (a * dx**2 + c * dy**2) - b * dx * dy)
+    touches = (alpha >= 1 / 255) & (scene.extents[:, 0] > 0)[:, None, None]
+    inside = _reference._regions(scene.spans, scene.width)[scene.owner.long()]
+    wanted = (touches & ~inside).sum().item()
+    assert stats.clipped_pairs is not None and wanted > 1000
+    assert abs(stats.clipped_pairs - wanted) <= 2  # alphas within rounding of 1/255
+    assert scene.render(scene.splats())[3].clipped_pairs is None
+
+
+@pytest.mark.parametrize("count, width, height", [(0, 21, 13), (1, 1, 1), (16, 16, 16), (33, 17, 50), (150, 130, 3)])
+def test_odd_sizes(count: int, width: int, height: int) -> None:
+    scene = make_scene(2, count=count, width=width, height=height, full_regions=True, seed=6)
+    splats = scene.splats()
+    *images, stats = scene.render(splats)
+    *expected, doubtful = scene.reference(scene.splats(torch.float64))
+    for image, reference in zip(images, expected, strict=True):
+        sure = ~doubtful[..., None] if image.ndim == 4 else ~doubtful
+        assert_close(image * sure, reference.detach() * sure, 1e-5, f"image {list(image.shape)}")
+    sum(image.sum() for image in images).backward()
+    assert all(splat.grad is not None and splat.grad.isfinite().all() for splat in splats.values())
+    assert stats.num_splats <= count
+
+
+def test_nobody_takes_part() -> None:
+    scene = make_scene(2, seed=7)
+    scene.order = []
+    splats = scene.splats()
+    colors, depths, transmittances, stats = scene.render(splats)
+    assert colors.shape == (0, 45, 61, 3) and depths.shape == transmittances.shape == (0, 45, 61)
+    assert stats.num_splats == stats.num_pairs == 0
+    (colors.sum() + depths.sum() + transmittances.sum()).backward()
+    assert all(splat.grad is not None and not splat.grad.any() for splat in splats.values())
+
+
+def test_empty_regions_and_culled_splats() -> None:
+    scene = make_scene(2, seed=8)
+    scene.spans[scene.order[0]] = 0
+    colors, depths, transmittances, _ = scene.render(scene.splats())
+    assert not colors[0].any() and not depths[0].any() and (transmittances[0] == 1).all()
+    assert colors[1].any()
+    scene.extents[:] = 0
+    colors, _, transmittances, stats = scene.render(scene.splats())
+    assert stats.num_splats == 0 and not colors.any() and (transmittances == 1).all()
+
+
+def test_same_bits_every_time_and_for_every_thread_count() -> None:
+    scene = make_scene(3, count=3000, width=150, height=100, seed=9)
+    threads = torch.get_num_threads()
+    for level in available_levels():
+        cuda.set_cpu_level(level)
+        results = []
+        try:
+            for num_threads in (2, 2, 1, 3):
+                torch.set_num_threads(num_threads)
+                splats = scene.splats()
+                *images, _ = scene.render(splats, boundary="exact")
+                torch.autograd.backward(images, [torch.ones_like(image) for image in images])
+                results.append([*images, *(splat.grad for splat in splats.values())])
+        finally:
+            torch.set_num_threads(threads)
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), level
+
+
+def test_stop_is_inclusive() -> None:
+    # Three splats over one pixel, T = 0.1, 0.01, 0.001: the second brings T to the threshold and is still blended.
+    scene = make_scene(1, count=3, width=1, height=1, full_regions=True)
+    scene.means2d[:] = 0.5
+    scene.conics[:] = torch.tensor([0.01, 0.0, 0.01])
+    scene.opacities[:] = 0.9
+    scene.depths[:] = torch.tensor([3.0, 1.0, 2.0])
+    scene.extents[:] = 30.0
+    for level in available_levels():
+        cuda.set_cpu_level(level)
+        for stop, transmittance in ((0.05, 0.01), (0.2, 0.1), (0.005, 0.001), (0.0, 0.001)):
+            _, _, transmittances, _ = scene.render(scene.splats(), stop=stop)
+            assert transmittances.item() == pytest.approx(transmittance, rel=1e-5)
+
+
+def test_equal_depths_go_by_number() -> None:
+    scene = make_scene(1, count=40, width=4, height=4, full_regions=True)
+    scene.means2d[:], scene.depths[:], scene.extents[:] = 2.0, 3.0, 30.0
+    scene.conics[:] = torch.tensor([0.01, 0.0, 0.01])
+    scene.opacities[:] = 0.5
+    scene.colors[:] = 0.0
+    scene.colors[1] = 1.0
+    colors, *_ = scene.render(scene.splats())
+    assert colors.max().item() == pytest.approx(0.25, abs=0.02)  # behind the first only
+
+
+def test_reference_by_finite_differences() -> None:
+    scene = make_scene(2, count=20, width=12, height=10, full_regions=True, seed=11)
+    names = ("means2d", "conics", "opacities", "colors")
+
+    def images(*values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        splats = {"depths": scene.depths.double(), **dict(zip(names, values, strict=True))}
+        return scene.reference(splats, boundary="none", stop=0.0)[:3]
+
+    values = [getattr(scene, name).double().requires_grad_() for name in names]
+    # Smooth except where a perturbed alpha crosses 1/255; 1e-7 px is too small a step for that here.
+    assert torch.autograd.gradcheck(images, values, eps=1e-7, atol=1e-5, rtol=1e-4, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("means2d", lambda t: t.double(), "means2d must be a float32 tensor .* got float64"),
+        ("conics", lambda t: t[:-1], "conics must be a float32 tensor of shape"),
+        ("owner", lambda t: t.long(), "owner must be a int32"),
+        ("owner", lambda t: t + 2, "outside the 2 partitions"),
+        ("extents", lambda t: t.to("meta"), "on meta; the kernels run on the CPU"),
+        ("spans", lambda t: t[:1], "spans must be"),
+        ("order", lambda _: [0, 0], "each once"),
+        ("order", lambda _: [2], "partitions of 0..1"),
+        ("width", lambda _: 0, "image is 0 x 45"),
+        ("K", lambda t: -t, "focal lengths"),
+    ],
+)
+def test_errors_name_the_value(name: str, change: Any, message: str) -> None:
+    scene = make_scene(2)
+    splats = {key: splat.detach() for key, splat in scene.splats().items()}
+    if name in splats:
+        splats[name] = change(splats[name])
+    else:
+        setattr(scene, name, change(getattr(scene, name)))
+    with pytest.raises(ValueError, match=message):
+        scene.render(splats)
+
+
+def test_invalid_options() -> None:
+    scene = make_scene(2)
+    with pytest.raises(ValueError, match="boundary is 'soft'"):
+        scene.render(scene.splats(), boundary="soft")
+    with pytest.raises(ValueError, match="stop is 1"):
+        scene.render(scene.splats(), stop=1.0)
+    with pytest.raises(ValueError, match="not one of"):
+        cuda.set_cpu_level("sse")
