@@ -12,14 +12,14 @@ struct SsimPoint {
 };
 
 // Moments of x' = x - shift and y' = y - shift under the window: variances do not depend on the shift, and lose fewer
-// digits the nearer it is to the pixels' values.
+// digits the nearer it is to the pixels' values. `squares` is E[x'^2 + y'^2]: SSIM asks for the sum only.
 template <class T>
-SPLAXEL_INLINE SsimPoint<T> ssim_point(T mean_x, T mean_y, T xx, T yy, T xy, T shift) {
+SPLAXEL_INLINE SsimPoint<T> ssim_point(T mean_x, T mean_y, T squares, T xy, T shift) {
   const T mu_x = mean_x + shift, mu_y = mean_y + shift;
   const T a1 = T(2) * mu_x * mu_y + T(kSsimC1);
   const T a2 = T(2) * (xy - mean_x * mean_y) + T(kSsimC2);
   const T b1 = mu_x * mu_x + mu_y * mu_y + T(kSsimC1);
-  const T b2 = (xx - mean_x * mean_x) + (yy - mean_y * mean_y) + T(kSsimC2);
+  const T b2 = squares - (mean_x * mean_x + mean_y * mean_y) + T(kSsimC2);
   const T inv = T(1) / (b1 * b2);
   SsimPoint<T> s;
   s.value = a1 * a2 * inv;
