@@ -35,10 +35,7 @@ def view_slope(K: Tensor, width: int, height: int) -> float:
     Args:
         K: [3, 3], pixels.
     """
-    fx, fy, cx, cy = (float(K[i, j]) for i, j in ((0, 0), (1, 1), (0, 2), (1, 2)))
-    a = max(abs(width - cx), abs(cx)) / fx + CLAMP_MARGIN * 0.5 * width / fx
-    b = max(abs(height - cy), abs(cy)) / fy + CLAMP_MARGIN * 0.5 * height / fy
-    return math.sqrt(1.0 + a * a + b * b)
+    return _steepest(K[None], torch.tensor([[width, height]]))
 
 
 def check_pinhole(view: View) -> None:
@@ -48,19 +45,7 @@ def check_pinhole(view: View) -> None:
         ValueError: skew, a focal length that is not positive, a last row of K that is not (0, 0, 1), values that are
             not finite, a world-to-camera matrix that is no rigid motion, or an image without pixels.
     """
-    K, world_to_cam = view.K.detach().double(), view.world_to_cam.detach().double()
-    remedy = "Splaxel renders undistorted pinhole views only; undistort the photographs first."
-    if view.width < 1 or view.height < 1:
-        raise ValueError(f"The view is {view.width} x {view.height} pixels; it needs at least one.")
-    if not (K.isfinite().all() and world_to_cam.isfinite().all()):
-        raise ValueError("The view's pose or intrinsics are not finite numbers.")
-    if K[0, 0] <= 0 or K[1, 1] <= 0:
-        raise ValueError(f"Focal lengths must be positive, not {float(K[0, 0])} and {float(K[1, 1])} pixels. {remedy}")
-    if K[0, 1] != 0 or K[1, 0] != 0 or K[2].tolist() != [0.0, 0.0, 1.0]:
-        raise ValueError(f"The intrinsics {K.tolist()} have skew or a projective part. {remedy}")
-    rotation = world_to_cam[:3, :3]
-    if (rotation @ rotation.T - torch.eye(3, dtype=torch.float64)).abs().max() > 1e-3:
-        raise ValueError("The view's world-to-camera matrix scales or shears; it must be a rotation and a translation.")
+    _check_pinholes(view.world_to_cam[None], view.K[None], torch.tensor([[view.width, view.height]]))
 
 
 def content_boxes(
@@ -122,18 +107,43 @@ def participants(views: Sequence[View], tree: PartitionTree, boxes: ContentBoxes
     """
     if not views:
         return []
-    for view in views:
-        check_pinhole(view)
-    slope = max(view_slope(view.K, view.width, view.height) for view in views)
+    world_to_cams, Ks = torch.stack([view.world_to_cam for view in views]), torch.stack([view.K for view in views])
+    sizes = torch.tensor([(view.width, view.height) for view in views], dtype=torch.int32)
+    _check_pinholes(world_to_cams, Ks, sizes)
     present = cuda.regions_present(
-        _bounds_for(boxes, slope),
-        torch.stack([view.world_to_cam for view in views]),
-        torch.stack([view.K for view in views]),
-        torch.tensor([(view.width, view.height) for view in views], dtype=torch.int32),
-        near,
-        _leaves(tree, boxes.boundary),
+        _bounds_for(boxes, _steepest(Ks, sizes)), world_to_cams, Ks, sizes, near, _leaves(tree, boxes.boundary)
     )
     return [{leaf for leaf, is_present in enumerate(row) if is_present} for row in present.tolist()]
+
+
+def _steepest(Ks: Tensor, sizes: Tensor) -> float:
+    """The largest `view_slope` of many views; Ks [V, 3, 3], sizes [V, 2] width and height in pixels."""
+    Ks, sizes = Ks.detach().double(), sizes.double()
+    focal, center = torch.stack([Ks[:, 0, 0], Ks[:, 1, 1]], dim=1), Ks[:, :2, 2]
+    steepest = (torch.maximum((sizes - center).abs(), center.abs()) + CLAMP_MARGIN * 0.5 * sizes) / focal  # [V, 2]
+    return math.sqrt(1.0 + float((steepest**2).sum(dim=1).max()))
+
+
+def _check_pinholes(world_to_cams: Tensor, Ks: Tensor, sizes: Tensor) -> None:
+    """`check_pinhole` for many views: world_to_cams [V, 4, 4], Ks [V, 3, 3], sizes [V, 2]."""
+    Ks, world_to_cams = Ks.detach().double(), world_to_cams.detach().double()
+    rotations = world_to_cams[:, :3, :3]
+    last_row = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    focal = torch.stack([Ks[:, 0, 0], Ks[:, 1, 1]], dim=1)
+    skewed = (Ks[:, 0, 1] != 0) | (Ks[:, 1, 0] != 0) | (Ks[:, 2] != last_row).any(dim=1)
+    finite = Ks.isfinite().all(dim=2).all(dim=1) & world_to_cams.isfinite().all(dim=2).all(dim=1)
+    unit = (rotations @ rotations.transpose(1, 2) - torch.eye(3, dtype=torch.float64)).abs().amax(dim=(1, 2)) <= 1e-3
+    remedy = "Splaxel renders undistorted pinhole views only; undistort the photographs first."
+    for wrong, values, words in (
+        ((sizes < 1).any(dim=1), sizes, "is the size of an image; it needs at least one pixel."),
+        (~finite, Ks, "are intrinsics, or the pose beside them, that are not finite numbers."),
+        ((focal <= 0).any(dim=1), focal, f"are focal lengths in pixels that are not positive. {remedy}"),
+        (skewed, Ks, f"are intrinsics with skew or a projective part. {remedy}"),
+        (~unit, rotations, "is a world-to-camera rotation that scales or shears; it must be a pure rotation."),
+    ):
+        if wrong.any():
+            index = int(wrong.int().argmax())
+            raise ValueError(f"View {index} of {len(wrong)}: {values[index].tolist()} {words}")
 
 
 def _bounds_for(boxes: ContentBoxes, slope: float) -> Tensor:

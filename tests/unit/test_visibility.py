@@ -166,13 +166,14 @@ def test_regions_are_tight() -> None:
     quats = torch.randn(num, 4, generator=generator, dtype=torch.float64)
     scene = Scene(means, quats, torch.full((num, 3), 0.06).double(), torch.ones(num).double())
     tree = PartitionTree.build(means.float(), 8)
+    modes: tuple[Boundary, Boundary] = ("filter", "exact")
     rendered, needed = {"filter": 0, "exact": 0}, {"filter": 0, "exact": 0}
     for name in ("outside", "inside", "far away"):
         view = _views()[name]
         touches, points = scene.touched(view)
         owner = tree.locate(means)[:, None, None].expand_as(touches)
         drawer = tree.locate(points.reshape(-1, 3)).reshape(touches.shape)
-        for boundary, leaf in (("filter", owner), ("exact", drawer)):
+        for boundary, leaf in zip(modes, (owner, drawer), strict=True):
             boxes = _boxes(scene, tree, boundary, view_slope(view.K, view.width, view.height))
             spans = plan_view(view, tree, boxes, NEAR).spans
             rendered[boundary] += int((spans[..., 1] - spans[..., 0]).sum())
@@ -315,6 +316,10 @@ def test_views_that_are_not_pinhole_are_refused() -> None:
     for bad in (with_K(0, 1, 0.5), with_K(2, 0, 0.1), with_K(2, 2, 0.0), with_K(0, 0, -40.0), with_K(1, 1, 0.0)):
         with pytest.raises(ValueError, match="pinhole"):
             check_pinhole(bad)
+        tree = PartitionTree.build(torch.zeros(1, 3), 2)
+        boxes = content_boxes(torch.zeros(1, 3), torch.ones(1, 3), tree, "filter", 1.5)
+        with pytest.raises(ValueError, match="View 1 of 2"):
+            participants([good, bad], tree, boxes, NEAR)
     for bad, words in (
         (with_K(0, 2, math.nan), "not finite"),
         (View(good.world_to_cam * 2, good.K, good.width, good.height), "scales or shears"),
