@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 from splaxel_ns import cuda
 from splaxel_ns.cuda import _reference_splats as reference
+
+Composite = Callable[..., tuple[Tensor, ...]]
+composite: Composite = cuda.composite
 
 
 def layers(count: int, height: int, width: int, seed: int = 0) -> list[Tensor]:
@@ -21,10 +26,14 @@ def layers(count: int, height: int, width: int, seed: int = 0) -> list[Tensor]:
     return [colors, depths, transmittances, torch.rand(3, generator=generator)]
 
 
-def run(function, tensors: list[Tensor], dtype: torch.dtype, weights: list[Tensor]):
+def run(
+    function: Composite, tensors: Sequence[Tensor], dtype: torch.dtype, weights: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     leaves = [tensor.to(dtype).clone().requires_grad_() for tensor in tensors]
     results = function(*leaves)
-    sum((result * weight.to(dtype)).sum() for result, weight in zip(results, weights, strict=True)).backward()
+    # Without participants the reference's depth and alpha depend on nothing.
+    pairs = [pair for pair in zip(results, weights, strict=True) if pair[0].requires_grad]
+    torch.autograd.backward([result for result, _ in pairs], [weight.to(dtype) for _, weight in pairs])
     return results, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
 
@@ -40,7 +49,7 @@ def random_weights(height: int, width: int) -> list[Tensor]:
 def test_values_and_gradients_match_float64(count: int, size: tuple[int, int]) -> None:
     tensors = layers(count, *size)
     weights = random_weights(*size)
-    results, gradients = run(cuda.composite, tensors, torch.float32, weights)
+    results, gradients = run(composite, tensors, torch.float32, weights)
     expected, expected_gradients = run(reference.composite, tensors, torch.float64, weights)
     for ours, theirs in zip(results, expected, strict=True):
         assert float((ours.double() - theirs).detach().abs().max()) < 1e-6
@@ -50,7 +59,7 @@ def test_values_and_gradients_match_float64(count: int, size: tuple[int, int]) -
 
 
 def test_without_participants_the_image_is_the_background() -> None:
-    rgb, depth, alpha = cuda.composite(*layers(0, 4, 6)[:3], torch.tensor([0.1, 0.2, 0.3]))
+    rgb, depth, alpha = composite(*layers(0, 4, 6)[:3], torch.tensor([0.1, 0.2, 0.3]))
     assert torch.equal(rgb, torch.tensor([0.1, 0.2, 0.3]).expand(4, 6, 3))
     assert bool((depth == 0).all()) and bool((alpha == 0).all())
 
@@ -65,7 +74,7 @@ def test_gradient_through_one_result_only() -> None:
     for index in range(3):
         weights = [weight if k == index else torch.zeros_like(weight) for k, weight in enumerate(random_weights(5, 7))]
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        cuda.composite(*leaves)[index].backward(weights[index].float())
+        composite(*leaves)[index].backward(weights[index].float())
         _, expected = run(reference.composite, tensors, torch.float64, weights)
         for leaf, theirs in zip(leaves, expected, strict=True):
             assert leaf.grad is not None
@@ -76,7 +85,7 @@ def test_what_lies_behind_an_opaque_layer_does_not_show() -> None:
     colors, depths, transmittances, background = layers(3, 8, 8)
     transmittances[1] = 0
     leaves = [tensor.clone().requires_grad_() for tensor in (colors, depths, transmittances, background)]
-    rgb, depth, alpha = cuda.composite(*leaves)
+    rgb, depth, alpha = composite(*leaves)
     (rgb.sum() + depth.sum()).backward()
     assert torch.equal(alpha, torch.ones(8, 8))
     assert leaves[0].grad is not None and leaves[2].grad is not None and leaves[3].grad is not None
@@ -97,4 +106,4 @@ def test_refuses(position: int, value: Tensor, message: str) -> None:
     arguments = layers(2, 4, 5)
     arguments[position] = value
     with pytest.raises(ValueError, match=message):
-        cuda.composite(*arguments)
+        composite(*arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from splaxel_ns import cuda
 from splaxel_ns.cuda import _reference_splats as reference
+
+Harmonics = Callable[..., Tensor]
+spherical_harmonics: Harmonics = cuda.spherical_harmonics
 
 
 def inputs(count: int, bases: int = 16, seed: int = 0) -> tuple[list[Tensor], Tensor]:
@@ -20,7 +24,9 @@ def inputs(count: int, bases: int = 16, seed: int = 0) -> tuple[list[Tensor], Te
     return tensors, torch.rand(count, generator=generator) > 0.3
 
 
-def run(function, degree: int, tensors: list[Tensor], visible: Tensor, dtype: torch.dtype, weights: Tensor):
+def run(
+    function: Harmonics, degree: int, tensors: Sequence[Tensor], visible: Tensor, dtype: torch.dtype, weights: Tensor
+) -> tuple[Tensor, list[Tensor]]:
     leaves = [tensor.to(dtype).clone().requires_grad_() for tensor in tensors]
     colors = function(degree, *leaves, visible)
     (colors * weights.to(dtype)).sum().backward()
@@ -37,7 +43,7 @@ def test_values_and_gradients_match_float64(degree: int, count: int, bases: int)
     tensors, visible = inputs(count, bases)
     visible[0] = True
     weights = torch.randn(count, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    colors, gradients = run(cuda.spherical_harmonics, degree, tensors, visible, torch.float32, weights)
+    colors, gradients = run(spherical_harmonics, degree, tensors, visible, torch.float32, weights)
     expected, expected_gradients = run(reference.spherical_harmonics, degree, tensors, visible, torch.float64, weights)
     assert error(colors, expected) < 1e-6
     assert bool((colors[~visible] == 0).all())
@@ -48,7 +54,7 @@ def test_values_and_gradients_match_float64(degree: int, count: int, bases: int)
 
 def test_only_the_bases_of_the_degree_need_to_be_stored() -> None:
     tensors, visible = inputs(50, bases=1)
-    colors, gradients = run(cuda.spherical_harmonics, 0, tensors, visible, torch.float32, torch.ones(50, 3))
+    colors, gradients = run(spherical_harmonics, 0, tensors, visible, torch.float32, torch.ones(50, 3))
     assert torch.allclose(colors[visible], (0.5 + 0.2820947917738781 * tensors[2][visible, 0]).clamp_min(0))
     assert list(gradients[3].shape) == [50, 0, 3]
 
@@ -57,7 +63,11 @@ def test_float64_reference_has_the_derivatives_of_its_values() -> None:
     tensors, _ = inputs(5)
     leaves = [tensor.double().requires_grad_() for tensor in tensors]
     visible = torch.tensor([True, True, False, True, True])
-    assert torch.autograd.gradcheck(lambda *values: reference.spherical_harmonics(3, *values, visible), leaves)
+
+    def harmonics(means: Tensor, cam_center: Tensor, sh0: Tensor, rest: Tensor) -> Tensor:
+        return reference.spherical_harmonics(3, means, cam_center, sh0, rest, visible)
+
+    assert torch.autograd.gradcheck(harmonics, leaves)
 
 
 @pytest.mark.parametrize("degree", [0, 1, 2, 3])
@@ -65,7 +75,7 @@ def test_agrees_with_gsplat(degree: int) -> None:
     torch_impl = pytest.importorskip("gsplat.cuda._torch_impl")
     tensors, _ = inputs(200)
     means, center, sh0, rest = (tensor.double() for tensor in tensors)
-    ours = cuda.spherical_harmonics(degree, *tensors, torch.ones(200, dtype=torch.bool))
+    ours = spherical_harmonics(degree, *tensors, torch.ones(200, dtype=torch.bool))
     theirs = torch_impl._spherical_harmonics(degree, means - center, torch.cat([sh0, rest], 1)) + 0.5
     assert error(ours, theirs.clamp_min(0)) < 1e-6
 
@@ -77,7 +87,7 @@ def test_black_gaussians_can_brighten() -> None:
         sh0.fill_(-0.5 / 0.2820947917738781)
         sh0 += 1e-7
     visible = torch.ones(1, dtype=torch.bool)
-    colors = cuda.spherical_harmonics(0, torch.ones(1, 3), torch.zeros(3), sh0, torch.zeros(1, 15, 3), visible)
+    colors = spherical_harmonics(0, torch.ones(1, 3), torch.zeros(3), sh0, torch.zeros(1, 15, 3), visible)
     colors.sum().backward()
     assert float(colors.detach().abs().max()) < 1e-6
     assert sh0.grad is not None and float(sh0.grad.min()) == pytest.approx(0.2820948)
@@ -92,7 +102,7 @@ def test_invisible_gaussians_are_not_read() -> None:
     weights = torch.ones(130, 3)
     weights[~visible] = math.nan
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    colors = cuda.spherical_harmonics(3, *leaves, visible)
+    colors = spherical_harmonics(3, *leaves, visible)
     colors.backward(weights)
     assert bool(torch.isfinite(colors).all())
     for leaf in leaves:
@@ -103,13 +113,13 @@ def test_mean_at_the_camera() -> None:
     tensors, visible = inputs(1)
     visible[:] = True
     tensors[1] = tensors[0][0].clone()
-    _, gradients = run(cuda.spherical_harmonics, 3, tensors, visible, torch.float32, torch.ones(1, 3))
+    _, gradients = run(spherical_harmonics, 3, tensors, visible, torch.float32, torch.ones(1, 3))
     assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
 
 def test_no_gaussians() -> None:
     tensors, visible = inputs(0)
-    colors, gradients = run(cuda.spherical_harmonics, 3, tensors, visible, torch.float32, torch.zeros(0, 3))
+    colors, gradients = run(spherical_harmonics, 3, tensors, visible, torch.float32, torch.zeros(0, 3))
     assert list(colors.shape) == [0, 3]
     assert bool((gradients[1] == 0).all())
 
@@ -128,4 +138,4 @@ def test_refuses(degree: int, changes: dict[int, Tensor], message: str) -> None:
     for position, value in changes.items():
         arguments[position] = value
     with pytest.raises(ValueError, match=message):
-        cuda.spherical_harmonics(degree, *arguments)
+        spherical_harmonics(degree, *arguments)
