@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import torch
 from nerfstudio.engine.optimizers import Optimizers
 from torch.nn import Parameter
 
@@ -31,6 +32,8 @@ class BatchOptimizers(Optimizers):
             for group in optimizer.param_groups:
                 if "betas" in group:
                     group["betas"] = tuple(beta**batch_size for beta in group["betas"])
+                if type(optimizer) is torch.optim.Adam:
+                    group["fused"] = True  # one pass over the parameters instead of ten
 
     def scheduler_step_all(self, step: int) -> None:
         """Advance every schedule by one step; the rates are logged by the trainer, not at each step."""

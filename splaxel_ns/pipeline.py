@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModel
 
 
-
 @dataclass
 class SplaxelPipelineConfig(VanillaPipelineConfig):
     """Configuration of `SplaxelPipeline`."""
@@ -63,7 +62,7 @@ class SplaxelPipeline(VanillaPipeline):
     ) -> None:
         has_gpu = torch.device(device).type != "cpu" or torch.cuda.is_available()
         CONSOLE.print(
-            f"splaxel renders on the CPU, in {torch.get_num_threads()} threads"
+            f"splaxel renders on the CPU (threads: {torch.get_num_threads()})"
             + (": it has no CUDA kernels yet, the GPU stays unused." if has_gpu else ".")
         )
         # A world of one: the stock pipeline would wrap the model in DistributedDataParallel on the GPU `local_rank`.
@@ -213,11 +212,12 @@ class SplaxelPipeline(VanillaPipeline):
         )
         shown = ", ".join(f"{w}x{h}" for w, h in sizes[:3]) + (f" and {len(sizes) - 3} more" if len(sizes) > 3 else "")
         config = self.model.config
+        num_partitions = self.model.tree.num_partitions
         background = "dark grey" if config.background_color == "random" else config.background_color
         CONSOLE.print(
             f"Evaluation protocol: mean over {num_views} views of the {self.datamanager.test_split} split at full "
             f"resolution ({shown}); renders in float32, not rounded to 8 bits, against photographs as stored; "
-            f"pixels outside a view's mask left out; {background} background; {config.num_partitions} partitions, "
+            f"pixels outside a view's mask left out; {background} background; partitions: {num_partitions}, "
             f"boundary {config.boundary}."
         )
 

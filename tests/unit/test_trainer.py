@@ -467,6 +467,20 @@ def test_batch_4_follows_the_schedule_of_batch_1() -> None:
     assert config["means"]["optimizer"].lr == 0.01, "the configuration itself is not changed"
 
 
+def test_fused_adam_gives_the_same_parameters() -> None:
+    config = {"means": {"optimizer": AdamOptimizerConfig(lr=0.01, eps=1e-15), "scheduler": None}}
+    generator = torch.Generator().manual_seed(0)
+    ours, plain = (torch.nn.Parameter(torch.ones(1000, 3)) for _ in range(2))
+    optimizers = BatchOptimizers(config, {"means": [ours]}, 1)
+    reference = torch.optim.Adam([plain], lr=0.01, eps=1e-15)
+    for _ in range(30):
+        ours.grad = torch.randn(1000, 3, generator=generator) * 1e-6
+        plain.grad = ours.grad.clone()
+        optimizers.optimizer_step_all()
+        reference.step()
+    assert torch.allclose(ours, plain, rtol=1e-6)
+
+
 def test_gradients_are_means_over_the_views(tmp_path: Path) -> None:
     trainer = start(make_config(tmp_path, 1, batch_size=NUM_VIEWS))
     torch.manual_seed(5)
