@@ -308,12 +308,18 @@ class SplaxelTrainer(Trainer):
         """The content of the checkpoint this run starts from, None for a fresh start.
 
         Raises:
-            ValueError: A checkpoint was asked for and none of those there can be read.
+            ValueError: A checkpoint was asked for and none of those there can be read; or the checkpoints of another
+                run would stay beside this one's.
         """
         config = self.config
         own = checkpoint_steps(self.checkpoint_dir)
         if config.resume == "auto" and own:
             return load_newest_checkpoint(self.checkpoint_dir)
+        if own and not config.save_only_latest_checkpoint:
+            raise ValueError(
+                f"{self.checkpoint_dir} holds the checkpoints of an earlier run, and --save-only-latest-checkpoint "
+                "False would mix them with this run's: choose another --timestamp, or continue with --resume auto."
+            )
         if own:
             CONSOLE.print(
                 f"{self.checkpoint_dir} holds the checkpoints of an earlier run: the first one that this run writes "

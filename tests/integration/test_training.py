@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,6 +182,21 @@ def test_a_foreign_file_where_the_checkpoint_should_be(whole: Course, tmp_path: 
     torch.save({"step": 3, "pipeline": {"_model.field.weight": torch.zeros(2)}}, models / "step-000000003.ckpt")
     with pytest.raises(ValueError, match="not the checkpoint of a splaxel model"):
         eval_setup(config.get_base_dir() / "config.yml")
+    marker = tmp_path / "executed"
+    torch.save({"step": 3, "pipeline": Code(marker)}, models / "step-000000003.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        eval_setup(config.get_base_dir() / "config.yml")
+    assert not marker.exists()
+
+
+class Code:
+    """Makes a folder when unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return (os.mkdir, (str(self.marker),))
 
 
 def test_a_nan_loss_names_step_and_view(tmp_path: Path) -> None:

@@ -301,6 +301,17 @@ def test_a_complete_run_says_so_and_ends(tmp_path: Path, capsys: Any) -> None:
     assert not trainer.losses and newest_checkpoint(models(tmp_path)).stat().st_mtime_ns == before  # type: ignore[union-attr]
 
 
+def test_a_fresh_run_replaces_or_refuses_an_earlier_one(tmp_path: Path, capsys: Any) -> None:
+    run(make_config(tmp_path, 6))
+    run(make_config(tmp_path, 4))
+    assert "of an earlier run" in " ".join(capsys.readouterr().out.split())
+    assert checkpoint_steps(models(tmp_path)) == [3], (
+        "the earlier run's, of a higher step, would be taken for the newest"
+    )
+    with pytest.raises(ValueError, match="--timestamp"):
+        start(make_config(tmp_path, 4, save_only_latest_checkpoint=False))
+
+
 def test_resume_without_a_checkpoint_starts_afresh(tmp_path: Path) -> None:
     assert list(run(make_config(tmp_path, 3, resume="auto")).losses) == [0, 1, 2]
 
