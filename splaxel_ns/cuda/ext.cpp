@@ -4,9 +4,11 @@
 
 #include <torch/library.h>
 
+#include <stdexcept>
 #include <string>
 
 #include "common.h"
+#include "cpu_level.h"
 
 namespace {
 
@@ -21,11 +23,19 @@ c10::Dict<std::string, double> thresholds() {
   return values;
 }
 
+std::string set_cpu_level(const std::string& name) {
+  try {
+    return splaxel::set_cpu_level(name);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
 }  // namespace
 
 TORCH_LIBRARY(splaxel, m) {
   // "best", "portable", "avx2" or "avx512"; returns the level now in use.
-  m.def("set_cpu_level(str level) -> str");
+  m.def("set_cpu_level(str level) -> str", &set_cpu_level);
   // Partial images of the participants `order`; see cuda/rasterize.py. The results after `transmittances` are what
   // the backward pass needs again: the packed records of the visible splats and their (participant, tile) lists.
   m.def(

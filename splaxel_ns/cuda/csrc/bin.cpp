@@ -4,12 +4,14 @@
 #include <cmath>
 #include <cstring>
 
+#include "buffer.h"
 #include "parallel.h"
 
 namespace splaxel {
 namespace {
 
 constexpr int64_t kLeastItems = 2048;  // per thread
+constexpr int64_t kAhead = 16;         // items between a prefetch and its use
 
 // The columns (or rows) [first, last] whose centres lie within `extent` of `center`, enlarged beyond rounding.
 bool covered(float center, float extent, int size, int* first, int* last) {
@@ -85,9 +87,9 @@ bool for_candidates(const BinInput& in, const RasterArgs& args, int64_t i, Emit 
 
 // Calls visit(job) for the tiles of an item in which its participant renders something.
 template <class Visit>
-inline void for_jobs(const RasterArgs& args, const Items& items, const uint8_t* job_renders, uint32_t item, Visit visit) {
-  const TileRect rect = items.rects[item];
-  const int64_t first = static_cast<int64_t>(items.participants[item]) * args.tiles_x * args.tiles_y;
+inline void for_jobs(const RasterArgs& args, const uint8_t* job_renders, const Item& item, Visit visit) {
+  const TileRect rect = item.rect;
+  const int64_t first = static_cast<int64_t>(item.participant) * args.tiles_x * args.tiles_y;
   for (int y = rect.y0; y < rect.y1; ++y) {
     const int64_t row = first + static_cast<int64_t>(y) * args.tiles_x;
     for (int x = rect.x0; x < rect.x1; ++x)
@@ -171,8 +173,7 @@ Items list_items(
   }
   if (items.owner_out_of_range) return items;
   SplatRecord* records = allocate(items.count);
-  items.rects = uninitialised<TileRect>(items.count);
-  items.participants = uninitialised<int32_t>(items.count);
+  items.list = uninitialised<Item>(items.count);
   for_chunks(chunks, [&](int chunk) {
     const Chunk part(in.num_gaussians, chunk, chunks);
     int64_t item = first[static_cast<size_t>(chunk)];
@@ -181,8 +182,7 @@ Items list_items(
       if (!visible(in, i) || !tile_rect(in, args, i, &rect)) continue;
       for_candidates(in, args, i, [&](int participant, bool tested) {
         records[item] = pack(in, i, tested);
-        items.rects[item] = rect;
-        items.participants[item] = participant;
+        items.list[item] = {rect, participant, 0};
         ++item;
       });
     }
@@ -195,7 +195,8 @@ std::unique_ptr<uint32_t[]> sort_by_depth(const SplatRecord* records, int64_t co
   struct Entry {
     uint32_t key, item;
   };
-  auto from = uninitialised<Entry>(count), to = uninitialised<Entry>(count);
+  const Buffer<Entry> first(count), second(count);
+  Entry *from = first.get(), *to = second.get();
   const int chunks = chunks_for(count, threads, kLeastItems);
   auto starts = uninitialised<uint32_t>(static_cast<int64_t>(chunks) * kBuckets);
   std::vector<uint32_t> lowest(static_cast<size_t>(chunks), 0xffffffffu), highest(static_cast<size_t>(chunks), 0);
@@ -235,7 +236,7 @@ std::unique_ptr<uint32_t[]> sort_by_depth(const SplatRecord* records, int64_t co
       for (int64_t i = part.begin; i < part.end; ++i)
         to[next[(from[i].key - low) >> shift & (kBuckets - 1)]++] = from[i];
     });
-    from.swap(to);
+    std::swap(from, to);
   }
   auto order = uninitialised<uint32_t>(count);
   for_chunks(chunks, [&](int chunk) {
@@ -246,7 +247,7 @@ std::unique_ptr<uint32_t[]> sort_by_depth(const SplatRecord* records, int64_t co
 }
 
 Pairs count_pairs(
-    const BinInput& in, const RasterArgs& args, const Items& items, const uint32_t* order, int32_t* tile_offsets,
+    const BinInput& in, const RasterArgs& args, Items& items, const uint32_t* order, int32_t* tile_offsets,
     int32_t* item_offsets) {
   const int64_t tiles = static_cast<int64_t>(args.tiles_x) * args.tiles_y, jobs = args.num_participants * tiles;
   Pairs pairs;
@@ -264,12 +265,14 @@ Pairs count_pairs(
     int32_t* counts = pairs.tile_counts.get() + chunk * jobs;
     std::fill(counts, counts + jobs, 0);
     for (int64_t at = part.begin; at < part.end; ++at) {
+      if (at + kAhead < part.end) __builtin_prefetch(&items.list[order[at + kAhead]], 1);
+      Item& item = items.list[order[at]];
       int32_t found = 0;
-      for_jobs(args, items, pairs.job_renders.get(), order[at], [&](int64_t job) {
+      for_jobs(args, pairs.job_renders.get(), item, [&](int64_t job) {
         ++counts[job];
         ++found;
       });
-      item_offsets[order[at] + 1] = found;
+      item.pairs = found;
     }
   });
   for (int64_t job = 0; job < jobs; ++job) {
@@ -283,23 +286,27 @@ Pairs count_pairs(
   }
   tile_offsets[jobs] = static_cast<int32_t>(pairs.count);
   item_offsets[0] = 0;
-  for (int64_t item = 0; item < items.count; ++item) item_offsets[item + 1] += item_offsets[item];
+  for (int64_t i = 0; i < items.count; ++i) {
+    item_offsets[i + 1] = item_offsets[i] + items.list[i].pairs;
+    items.list[i].pairs = item_offsets[i];
+  }
   return pairs;
 }
 
 void list_pairs(
-    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, const int32_t* item_offsets,
-    int32_t* pair_records, int32_t* item_pairs) {
+    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, int32_t* pair_records,
+    int32_t* item_pairs) {
   const int64_t jobs = args.num_jobs();
   for_chunks(pairs.chunks, [&](int chunk) {
     const Chunk part(items.count, chunk, pairs.chunks);
     int32_t* next = pairs.tile_counts.get() + chunk * jobs;
     for (int64_t at = part.begin; at < part.end; ++at) {
-      const uint32_t item = order[at];
-      int32_t slot = item_offsets[item];
-      for_jobs(args, items, pairs.job_renders.get(), item, [&](int64_t job) {
+      if (at + kAhead < part.end) __builtin_prefetch(&items.list[order[at + kAhead]]);
+      const Item& item = items.list[order[at]];
+      int32_t slot = item.pairs;
+      for_jobs(args, pairs.job_renders.get(), item, [&](int64_t job) {
         const int32_t pair = next[job]++;
-        pair_records[pair] = static_cast<int32_t>(item);
+        pair_records[pair] = static_cast<int32_t>(order[at]);
         item_pairs[slot++] = pair;
       });
     }

@@ -40,12 +40,18 @@ struct TileRect {
   uint16_t x0, y0, x1, y1;
 };
 
+// 16 bytes: binning visits items in order of depth, each a miss in the caches.
+struct Item {
+  TileRect rect;
+  int32_t participant;
+  int32_t pairs;  // how many; once they are counted, where the item's pairs start
+};
+
 struct Items {
-  int64_t count = 0;                         // M
-  int64_t splats = 0, straddling = 0;        // visible ones that some participant draws; of them, those that straddle
+  int64_t count = 0;                   // M
+  int64_t splats = 0, straddling = 0;  // visible ones that some participant draws; of them, those that straddle
   bool owner_out_of_range = false;
-  std::unique_ptr<TileRect[]> rects;         // [M]
-  std::unique_ptr<int32_t[]> participants;   // [M]
+  std::unique_ptr<Item[]> list;        // [M]
 };
 
 struct Pairs {
@@ -67,13 +73,13 @@ std::unique_ptr<uint32_t[]> sort_by_depth(const SplatRecord* records, int64_t co
 
 // Counts pairs: tile_offsets [jobs + 1] and item_offsets [M + 1] are written.
 Pairs count_pairs(
-    const BinInput& in, const RasterArgs& args, const Items& items, const uint32_t* order, int32_t* tile_offsets,
+    const BinInput& in, const RasterArgs& args, Items& items, const uint32_t* order, int32_t* tile_offsets,
     int32_t* item_offsets);
 
 // Lists pairs: pair_records, job by job and nearest first, and item_pairs, the pairs of each item.
 void list_pairs(
-    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, const int32_t* item_offsets,
-    int32_t* pair_records, int32_t* item_pairs);
+    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, int32_t* pair_records,
+    int32_t* item_pairs);
 
 // (splat, pixel) pairs inside the image that the design wants drawn, but whose partition does not render the pixel.
 int64_t count_clipped(const BinInput& in, const RasterArgs& args);

@@ -2,9 +2,7 @@
 
 #include <atomic>
 #include <cstdlib>
-#include <string>
-
-#include "op.h"
+#include <stdexcept>
 
 namespace splaxel {
 namespace {
@@ -21,37 +19,29 @@ CpuLevel best_level() {
   return CpuLevel::kPortable;
 }
 
-CpuLevel parse_level(const std::string& name) {
-  const CpuLevel best = best_level();
-  if (name == "best") return best;
-  for (int level = 0; level < 3; ++level) {
-    if (name != kNames[level]) continue;
-    TORCH_CHECK_VALUE(
-        level <= static_cast<int>(best), "This processor has no ", name, "; its best level is ",
-        kNames[static_cast<int>(best)], ".");
-    return static_cast<CpuLevel>(level);
-  }
-  TORCH_CHECK_VALUE(false, "The level of instructions '", name, "' is not one of best, portable, avx2, avx512.");
-}
-
-// Unset until the first use: SPLAXEL_CPU is read then.
-std::atomic<int> chosen{-1};
-
-std::string set_cpu_level(const std::string& name) {
-  chosen = static_cast<int>(parse_level(name));
-  return kNames[chosen];
-}
+std::atomic<int> chosen{-1};  // -1 until the first use
 
 }  // namespace
+
+std::string set_cpu_level(const std::string& name) {
+  const int best = static_cast<int>(best_level());
+  int level = name == "best" ? best : -1;
+  for (int i = 0; i < 3; ++i)
+    if (name == kNames[i]) level = i;
+  if (level < 0)
+    throw std::invalid_argument("The level of instructions '" + name + "' is not one of best, portable, avx2, avx512.");
+  if (level > best)
+    throw std::invalid_argument("This processor has no " + name + "; its best level is " + kNames[best] + ".");
+  chosen = level;
+  return kNames[level];
+}
 
 CpuLevel cpu_level() {
   if (chosen < 0) {
     const char* wanted = std::getenv("SPLAXEL_CPU");
-    chosen = static_cast<int>(parse_level(wanted != nullptr && *wanted != '\0' ? wanted : "best"));
+    set_cpu_level(wanted != nullptr && *wanted != '\0' ? wanted : "best");
   }
   return static_cast<CpuLevel>(chosen.load());
 }
 
 }  // namespace splaxel
-
-TORCH_LIBRARY_IMPL(splaxel, CatchAll, m) { m.impl("set_cpu_level", &splaxel::set_cpu_level); }

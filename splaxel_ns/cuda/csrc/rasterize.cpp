@@ -6,16 +6,18 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <tuple>
 #include <vector>
 
 #include "bin.h"
 #include "blend.h"
+#include "buffer.h"
 #include "cpu_level.h"
 #include "op.h"
 #include "parallel.h"
+
+#include <ATen/ops/from_blob.h>
 
 namespace splaxel {
 namespace {
@@ -53,6 +55,15 @@ RayCamera ray_camera(const Tensor& viewmat, const Tensor& intrinsics, int width,
   cam.max_slope = std::max(std::fabs(cam.cx), std::fabs(static_cast<float>(width) - cam.cx)) * cam.inv_fx +
                   std::max(std::fabs(cam.cy), std::fabs(static_cast<float>(height) - cam.cy)) * cam.inv_fy;
   return cam;
+}
+
+// A tensor of the pool's memory, uninitialised.
+template <class T>
+Tensor pooled(at::IntArrayRef sizes, at::ScalarType type) {
+  int64_t count = 1;
+  for (const int64_t size : sizes) count *= size;
+  void* block = take_block(sizeof(T) * static_cast<size_t>(count));
+  return at::from_blob(block, sizes, give_block, at::TensorOptions().dtype(type));
 }
 
 // What forward and backward both derive from the view and the partition.
@@ -118,8 +129,8 @@ Forward rasterize_partials(
   for (int q = 0; q < args.num_participants; ++q) in.participant_of[static_cast<size_t>(args.order[q])] = q;
 
   Tensor records;
-  const Items items = list_items(in, args, [&](int64_t count) {
-    records = at::empty({count, 16}, float_options());
+  Items items = list_items(in, args, [&](int64_t count) {
+    records = pooled<float>({count, 16}, at::kFloat);
     return reinterpret_cast<SplatRecord*>(records.mutable_data_ptr<float>());
   });
   TORCH_CHECK_VALUE(
@@ -127,18 +138,18 @@ Forward rasterize_partials(
   args.records = reinterpret_cast<const SplatRecord*>(floats(records));
   const auto sorted = sort_by_depth(args.records, items.count, setup.threads);
   Tensor tile_offsets = at::empty({args.num_jobs() + 1}, int_options());
-  Tensor item_offsets = at::empty({items.count + 1}, int_options());
+  Tensor item_offsets = pooled<int32_t>({items.count + 1}, at::kInt);
   Pairs pairs = count_pairs(
       in, args, items, sorted.get(), tile_offsets.mutable_data_ptr<int32_t>(),
       item_offsets.mutable_data_ptr<int32_t>());
   TORCH_CHECK(
       pairs.count <= std::numeric_limits<int32_t>::max(), "A view of ", args.width, "x", args.height, " pixels has ",
       pairs.count, " pairs of splats and tiles, more than 2^31: the splats are far too large.");
-  Tensor pair_records = at::empty({pairs.count}, int_options());
-  Tensor item_pairs = at::empty({pairs.count}, int_options());
-  Tensor pair_masks = at::empty({pairs.count}, at::TensorOptions().dtype(at::kShort));
+  Tensor pair_records = pooled<int32_t>({pairs.count}, at::kInt);
+  Tensor item_pairs = pooled<int32_t>({pairs.count}, at::kInt);
+  Tensor pair_masks = pooled<int16_t>({pairs.count}, at::kShort);
   list_pairs(
-      args, items, sorted.get(), pairs, ints(item_offsets), pair_records.mutable_data_ptr<int32_t>(),
+      args, items, sorted.get(), pairs, pair_records.mutable_data_ptr<int32_t>(),
       item_pairs.mutable_data_ptr<int32_t>());
 
   Tensor out_colors = at::empty({args.num_participants, args.height, args.width, 3}, float_options());
@@ -200,6 +211,10 @@ void sum_pairs(
     while (item > 0 && item < count && args.records[item].index == args.records[item - 1].index) ++item;
     return item;
   };
+  // Rows lie in the order of tiles, so each is a miss in the caches.
+  constexpr int kAhead = 24;
+  const int32_t last = offsets[count];
+  const auto row_of = [&](int32_t slot) { return args.pair_grads + static_cast<int64_t>(kGradRow) * pairs[slot]; };
   const int chunks = chunks_for(count, threads);
   for_chunks(chunks, [&](int chunk) {
     const Chunk part(count, chunk, chunks);
@@ -210,8 +225,9 @@ void sum_pairs(
       float sums[kGradRow] = {};
       for (; item < end && args.records[item].index == i; ++item)
         for (int32_t slot = offsets[item]; slot < offsets[item + 1]; ++slot) {
-          const float* row = args.pair_grads + static_cast<int64_t>(kGradRow) * pairs[slot];
-          for (int m = 0; m < kGradRow; ++m) sums[m] += row[m];
+          if (slot + kAhead < last) __builtin_prefetch(row_of(slot + kAhead));
+          const float* row = row_of(slot);
+          for (int m = 0; m < kNumMoments; ++m) sums[m] += row[m];
         }
       const SplatPixelsGrad grad = splat_gradient(sums, conic + 3 * i, opacity[i]);
       means2d[2 * i] = grad.x;
@@ -252,15 +268,16 @@ Backward rasterize_partials_backward(
   args.depths = const_cast<float*>(floats(v_depths));
   args.transmittances = const_cast<float*>(floats(v_transmittances));
   args.absgrad = absgrad;
-  const auto pair_grads = uninitialised<float>(pair_records.size(0) * kGradRow);
+  const Buffer<float> pair_grads(pair_records.size(0) * kGradRow);
   args.pair_grads = pair_grads.get();
 
   const auto [floats_kept, most_pairs] = largest_job(args);
   std::vector<RasterScratch> scratch(static_cast<size_t>(setup.threads));
-  for (RasterScratch& part : scratch) {
-    part.alphas.reset(static_cast<float*>(std::aligned_alloc(64, sizeof(float) * static_cast<size_t>(floats_kept) + 64)));
-    TORCH_CHECK(part.alphas != nullptr, "No memory for the backward pass of the fullest tile.");
-    part.masks = uninitialised<uint16_t>(most_pairs);
+  const Buffer<float> alphas(floats_kept * setup.threads);
+  const Buffer<uint16_t> masks(most_pairs * setup.threads);
+  for (int64_t thread = 0; thread < setup.threads; ++thread) {
+    scratch[static_cast<size_t>(thread)].alphas = alphas.get() + thread * floats_kept;
+    scratch[static_cast<size_t>(thread)].masks = masks.get() + thread * most_pairs;
   }
   for_jobs_in_parallel(args, scratch, kernels().backward);
 

@@ -5,8 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 
 #include "ownership.h"
 
@@ -16,7 +14,7 @@ constexpr int kTile = 16;                                   // pixels, both ways
 constexpr int kBlock = 4;                                   // pixels, both ways: the 16 lanes of a vector
 constexpr int kBlocks = (kTile / kBlock) * (kTile / kBlock);  // blocks of a tile, row by row
 constexpr int kLanes = kBlock * kBlock;                     // pixels of a block, row by row
-constexpr int kGradRow = 12;                                // floats per pair that the backward pass leaves, `Moment`
+constexpr int kGradRow = 16;                                // floats per pair that the backward pass leaves: a cache line
 
 enum class Boundary : int { kFilter = 0, kExact = 1, kNone = 2 };
 
@@ -52,8 +50,8 @@ struct RasterArgs {
 // What one thread of a pass needs; aligned so that threads share no cache line.
 struct alignas(64) RasterScratch {
   // Backward: (alpha, weight) of each (pair, block) of a tile, 2 * kLanes floats, and the blocks each pair reached.
-  std::unique_ptr<float, void (*)(void*)> alphas{nullptr, std::free};
-  std::unique_ptr<uint16_t[]> masks;
+  float* alphas = nullptr;
+  uint16_t* masks = nullptr;
   int64_t dropped = 0;  // forward: (splat, pixel) pairs that the filter dropped
 };
 

@@ -3,8 +3,6 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 
 #include "common.h"
 

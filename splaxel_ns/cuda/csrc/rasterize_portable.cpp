@@ -1,8 +1,6 @@
 // The tile loops for any processor: 16 pixels are a plain array, which the compiler vectorises as it can.
 
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 
 #include "scalar.h"
 

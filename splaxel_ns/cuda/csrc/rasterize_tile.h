@@ -2,7 +2,7 @@
 // an unnamed namespace, because the files are compiled for different processors.
 //
 // V offers what blend.h asks for, and: V::Mask, V::load, V::store, V::mask(uint32_t), mask & mask, any(mask),
-// V::bitmap(masks, block) -> which of 64 pairs touch a block, V::reduce(sums, row) -> kGradRow sums over the lanes.
+// V::bitmap(masks, block) -> which of 64 pairs touch a block, V::reduce(sums, row) -> the sums over the lanes.
 #pragma once
 
 #include <algorithm>
@@ -215,7 +215,7 @@ float* replay_tile(const RasterArgs& args, int participant, int tile, const Tile
     if (region.block[b] != 0) live_blocks |= 1u << b;
   }
   int64_t ignored = 0;
-  float* out = scratch.alphas.get();
+  float* out = scratch.alphas;
   for (int32_t i = 0; i < count; ++i) {
     const uint32_t mask = args.pair_masks[begin + i] & live_blocks;
     scratch.masks[i] = static_cast<uint16_t>(mask);
@@ -278,7 +278,7 @@ void backward_tile(const RasterArgs& args, int participant, int tile, RasterScra
     backward_tile_as<V, false>(args, participant, tile, scratch);
 }
 
-static_assert(static_cast<int>(kNumMoments) == kGradRow, "one float per moment");
+static_assert(static_cast<int>(kNumMoments) <= kGradRow, "one float per moment");
 
 }  // namespace
 }  // namespace splaxel
