@@ -204,7 +204,7 @@ class SplaxelTrainer(Trainer):
                     if self.stop_training or signals.received is not None:
                         break
                     self._run_step(step, progress)
-            if signals.received is not None:
+            if signals.received is not None and self.step + 1 < total:
                 self._end_on_signal(signals.received)
             self._after_train()
         finally:
