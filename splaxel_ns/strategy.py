@@ -113,16 +113,15 @@ class SplaxelStrategy(DefaultStrategy):
         seen = extents.amin(dim=-1) > 0  # [N]
         if mask is not None:
             seen &= covers_any(means2d, extents, mask)
-        ids = torch.where(seen)[0]
         # In units of half the image, so that the threshold is the same at every resolution; the loss of a step is
         # the mean over its views, hence the factor n_cameras.
-        to_screen = torch.tensor([info["width"], info["height"]], dtype=grads.dtype, device=grads.device) / 2.0
-        norms = (grads[ids] * (to_screen * info["n_cameras"])).norm(dim=-1)
-        state["grad2d"].index_add_(0, ids, norms)
-        state["count"].index_add_(0, ids, torch.ones_like(norms))
+        half_width, half_height = (info[side] / 2.0 * info["n_cameras"] for side in ("width", "height"))
+        norms = torch.hypot(grads[:, 0] * half_width, grads[:, 1] * half_height)
+        state["grad2d"] += torch.where(seen, norms, 0.0)
+        state["count"] += seen
         if "radii" in state and images < self.refine_scale2d_stop_iter:
-            radii = screen_radii(info["conics"][ids]) / float(max(info["width"], info["height"]))
-            state["radii"][ids] = torch.maximum(state["radii"][ids], radii)
+            radii = screen_radii(info["conics"].detach()) / float(max(info["width"], info["height"]))
+            state["radii"] = torch.maximum(state["radii"], torch.where(seen, radii, 0.0))
 
     def refine(
         self, params: Any, optimizers: Any, state: dict[str, Any], step: int, batch_size: int = 1
