@@ -155,7 +155,7 @@ def check_against_reference(scene: Scene, levels: list[str], absgrad: bool = Fal
     sure = ~doubtful
     assert sure.float().mean() > 0.5
     weights = weigh(images, sure)
-    total = sum((weight.double() * image).sum() for weight, image in zip(weights, images, strict=True))
+    total = torch.stack([(weight.double() * image).sum() for weight, image in zip(weights, images, strict=True)]).sum()
     expected = dict(zip(exact, torch.autograd.grad(total, list(exact.values())), strict=True))
     if absgrad:
         expected["absgrad"] = expected["means2d"].abs().sum(dim=(1, 2))
@@ -261,7 +261,7 @@ def test_odd_sizes(count: int, width: int, height: int) -> None:
     for image, reference in zip(images, expected, strict=True):
         sure = ~doubtful[..., None] if image.ndim == 4 else ~doubtful
         assert_close(image * sure, reference.detach() * sure, 1e-5, f"image {list(image.shape)}")
-    sum(image.sum() for image in images).backward()
+    torch.stack([image.sum() for image in images]).sum().backward()
     assert all(splat.grad is not None and splat.grad.isfinite().all() for splat in splats.values())
     assert stats.num_splats <= count
 

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "buffer.h"
 #include "parallel.h"
 
 namespace splaxel {
@@ -106,7 +105,7 @@ uint32_t sort_key(float depth) {
 
 }  // namespace
 
-std::unique_ptr<TileRegion[]> tile_regions(
+Block<TileRegion> tile_regions(
     const int32_t* spans, int num_partitions, const RasterArgs& args, int threads) {
   const int64_t tiles = static_cast<int64_t>(args.tiles_x) * args.tiles_y;
   auto regions = uninitialised<TileRegion>(num_partitions * tiles);
@@ -190,12 +189,12 @@ Items list_items(
   return items;
 }
 
-std::unique_ptr<uint32_t[]> sort_by_depth(const SplatRecord* records, int64_t count, int threads) {
+Block<uint32_t> sort_by_depth(const SplatRecord* records, int64_t count, int threads) {
   constexpr int kBits = 11, kBuckets = 1 << kBits;
   struct Entry {
     uint32_t key, item;
   };
-  const Buffer<Entry> first(count), second(count);
+  const auto first = uninitialised<Entry>(count), second = uninitialised<Entry>(count);
   Entry *from = first.get(), *to = second.get();
   const int chunks = chunks_for(count, threads, kLeastItems);
   auto starts = uninitialised<uint32_t>(static_cast<int64_t>(chunks) * kBuckets);

@@ -6,19 +6,14 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <vector>
 
 #include "blend.h"
+#include "buffer.h"
 #include "ownership.h"
 #include "rasterize.h"
 
 namespace splaxel {
-
-template <class T>
-std::unique_ptr<T[]> uninitialised(int64_t size) {
-  return std::unique_ptr<T[]>(new T[static_cast<size_t>(size)]);
-}
 
 struct BinInput {
   int64_t num_gaussians;
@@ -51,25 +46,25 @@ struct Items {
   int64_t count = 0;                   // M
   int64_t splats = 0, straddling = 0;  // visible ones that some participant draws; of them, those that straddle
   bool owner_out_of_range = false;
-  std::unique_ptr<Item[]> list;        // [M]
+  Block<Item> list;        // [M]
 };
 
 struct Pairs {
   int64_t count = 0;
-  std::unique_ptr<int32_t[]> tile_counts;  // [chunks, jobs], then where each chunk's pairs of each job start
-  std::unique_ptr<uint8_t[]> job_renders;  // [jobs]: the participant's region has pixels in the tile
+  Block<int32_t> tile_counts;  // [chunks, jobs], then where each chunk's pairs of each job start
+  Block<uint8_t> job_renders;  // [jobs]: the participant's region has pixels in the tile
   int chunks = 1;
 };
 
 // The pixels that each partition renders, by tile. spans [P, H, 2].
-std::unique_ptr<TileRegion[]> tile_regions(const int32_t* spans, int num_partitions, const RasterArgs& args, int threads);
+Block<TileRegion> tile_regions(const int32_t* spans, int num_partitions, const RasterArgs& args, int threads);
 
 // Lists the items in order of their Gaussians. allocate(M) says where their records go.
 Items list_items(
     const BinInput& in, const RasterArgs& args, const std::function<SplatRecord*(int64_t)>& allocate);
 
 // Items in order of depth; equal depths in order of their Gaussians.
-std::unique_ptr<uint32_t[]> sort_by_depth(const SplatRecord* records, int64_t count, int threads);
+Block<uint32_t> sort_by_depth(const SplatRecord* records, int64_t count, int threads);
 
 // Counts pairs: tile_offsets [jobs + 1] and item_offsets [M + 1] are written.
 Pairs count_pairs(

@@ -3,26 +3,26 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace splaxel {
 
-// A block of the pool, 64-byte aligned, never less than was asked for. Blocks given back are kept for the next calls, at
-// most kKeptBlocks of them: the pool never holds more than the largest call needed. Thread-safe.
-constexpr int kKeptBlocks = 16;
+// Blocks are 64-byte aligned and uninitialised. Those given back are kept for the next calls, at most kKeptBlocks of
+// them, so the pool holds about what the largest call needed. Thread-safe.
+constexpr int kKeptBlocks = 24;
 void* take_block(size_t bytes);  // throws std::bad_alloc
 void give_block(void* block);
 
-template <class T>
-class Buffer {
- public:
-  explicit Buffer(int64_t count) : data_(static_cast<T*>(take_block(sizeof(T) * static_cast<size_t>(count)))) {}
-  ~Buffer() { give_block(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  T* get() const { return data_; }
-
- private:
-  T* data_;
+struct GiveBlock {
+  void operator()(void* block) const { give_block(block); }
 };
+
+template <class T>
+using Block = std::unique_ptr<T[], GiveBlock>;
+
+template <class T>
+Block<T> uninitialised(int64_t count) {
+  return Block<T>(static_cast<T*>(take_block(sizeof(T) * static_cast<size_t>(count))));
+}
 
 }  // namespace splaxel

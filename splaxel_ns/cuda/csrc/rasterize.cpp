@@ -69,7 +69,7 @@ Tensor pooled(at::IntArrayRef sizes, at::ScalarType type) {
 // What forward and backward both derive from the view and the partition.
 struct Setup {
   RasterArgs args{};
-  std::unique_ptr<TileRegion[]> regions;
+  Block<TileRegion> regions;
   int threads;
 
   Setup(
@@ -268,13 +268,13 @@ Backward rasterize_partials_backward(
   args.depths = const_cast<float*>(floats(v_depths));
   args.transmittances = const_cast<float*>(floats(v_transmittances));
   args.absgrad = absgrad;
-  const Buffer<float> pair_grads(pair_records.size(0) * kGradRow);
+  const auto pair_grads = uninitialised<float>(pair_records.size(0) * kGradRow);
   args.pair_grads = pair_grads.get();
 
   const auto [floats_kept, most_pairs] = largest_job(args);
   std::vector<RasterScratch> scratch(static_cast<size_t>(setup.threads));
-  const Buffer<float> alphas(floats_kept * setup.threads);
-  const Buffer<uint16_t> masks(most_pairs * setup.threads);
+  const auto alphas = uninitialised<float>(floats_kept * setup.threads);
+  const auto masks = uninitialised<uint16_t>(most_pairs * setup.threads);
   for (int64_t thread = 0; thread < setup.threads; ++thread) {
     scratch[static_cast<size_t>(thread)].alphas = alphas.get() + thread * floats_kept;
     scratch[static_cast<size_t>(thread)].masks = masks.get() + thread * most_pairs;
