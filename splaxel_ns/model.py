@@ -6,8 +6,7 @@ Shapes: N Gaussians, P partitions, K SH coefficients, H x W pixels.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,41 +15,24 @@ from nerfstudio.cameras.camera_optimizers import CameraOptimizer
 from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
-from nerfstudio.models.splatfacto import (
-    RGB2SH,
-    SplatfactoModel,
-    SplatfactoModelConfig,
-    num_sh_bases,
-    random_quat_tensor,
-)
+from nerfstudio.models.splatfacto import SplatfactoModelConfig
 from nerfstudio.utils.colors import get_color
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
-from torch.nn import Parameter
 
 from splaxel_ns import cameras as camera_views
-from splaxel_ns import loss, seeding
+from splaxel_ns import loss
 from splaxel_ns.compositing import expected_depth
-from splaxel_ns.model_checks import check_config, check_state
-from splaxel_ns.partition import PartitionTree
-from splaxel_ns.render import Gaussians, Partitions, Rendered, RenderOptions, partitions_of, render_view, view_info
-from splaxel_ns.strategy import STATISTICS, RefineReport, SplaxelStrategy, crosses, derived_seed
+from splaxel_ns.model_checks import check_config
+from splaxel_ns.render import Rendered, RenderOptions, render_view, view_info
+from splaxel_ns.scene import PartitionedGaussians
+from splaxel_ns.strategy import RefineReport, SplaxelStrategy, crosses, derived_seed
 from splaxel_ns.targets import over_background, shrink_mask, shrink_photograph
 from splaxel_ns.types import Boundary, View
 from splaxel_ns.visibility import participants
 
-GAUSS_PARAMS = ("means", "scales", "quats", "features_dc", "features_rest", "opacities")
-CHECKPOINT_KEYS = (
-    *(f"gauss_params.{name}" for name in GAUSS_PARAMS),
-    "tree_axis",
-    "tree_threshold",
-    "tree_children",
-    "near_plane",
-    "device_indicator_param",
-)
 VIEWER_BACKGROUND = torch.tensor([0.1490, 0.1647, 0.2157])
 """What evaluation composes over where training uses random colours: the viewer's dark grey, as in splatfacto."""
-TREE = ("axis", "threshold", "children")
 
 
 @dataclass
@@ -74,24 +56,12 @@ class SplaxelModelConfig(SplatfactoModelConfig):
     """Seed of the random backgrounds (a function of seed, step and view) and of splitting."""
 
 
-@dataclass(frozen=True)
-class Repartition:
-    """What new boxes change."""
-
-    before: PartitionTree
-    after: PartitionTree
-    num_moved: int
-    """Gaussians whose partition has another number now."""
-    counts_before: list[int]
-    counts_after: list[int]
-
-
 def in_viewer() -> bool:
     """Whether this is one of the viewer's threads: its choices must not reach training or evaluation."""
     return threading.current_thread() is not threading.main_thread()
 
 
-class SplaxelModel(SplatfactoModel):
+class SplaxelModel(PartitionedGaussians):
     """3D Gaussians in P convex partitions, each drawn into a partial image, composed front to back.
 
     A `SplatfactoModel`, so that nerfstudio's viewer and exporter know what it is; its parameters have the same names.
@@ -105,16 +75,11 @@ class SplaxelModel(SplatfactoModel):
     """
 
     config: SplaxelModelConfig
-    tree_axis: Tensor
-    tree_threshold: Tensor
-    tree_children: Tensor
-    near_plane: Tensor
 
     def populate_modules(self) -> None:
         """Make the Gaussians, the boxes and the strategy; nothing is downloaded or moved to a GPU."""
         check_config(self.config)
         self.step = 0
-        self.batch_size = 1
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.info: dict[str, Any] = {}
         self.crop_box: OrientedBox | None = None
@@ -123,18 +88,10 @@ class SplaxelModel(SplatfactoModel):
             num_cameras=self.num_train_data, device="cpu"
         )
         self.background_color = VIEWER_BACKGROUND
-        self._said: set[str] = set()
         self._lpips: tuple[Any] | None = None  # in a tuple: no part of the state
-        self._partitions_made: tuple[Tensor, Tensor, tuple[Any, ...], Partitions] | None = None
         self._target_made: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+        self.start()
         config = self.config
-        half = 0.5 * config.random_scale
-        if config.random_init:
-            self._start(*seeding.random_gaussians(torch.full((3,), -half), torch.full((3,), half), config.num_random))
-        else:  # without seed points the cameras say where to start
-            self._start(*seeding.seed_gaussians(self.seed_points))
-        near = seeding.NEAR_WITHOUT_SCENE if config.near_plane is None else config.near_plane
-        self.register_buffer("near_plane", torch.tensor(float(near)))
         reset_every = config.reset_alpha_every * config.refine_every
         self.strategy = SplaxelStrategy(
             prune_opa=config.cull_alpha_thresh,
@@ -157,86 +114,6 @@ class SplaxelModel(SplatfactoModel):
         )
         self.strategy_state = self.strategy.initialize_state(scene_scale=1.0)
 
-    def set_training_views(self, cameras: Cameras, batch_size: int) -> None:
-        """Tell a new model what it is trained with, before its optimisers are made and any checkpoint is loaded.
-
-        Args:
-            cameras: All training cameras: they give the near plane and, without seed points, where to start.
-            batch_size: Views per step, the factor between steps and images.
-        """
-        self.batch_size = batch_size
-        if self.num_points == 0:
-            config = self.config
-            self._start(*seeding.random_gaussians(*seeding.camera_box(cameras, config.random_scale), config.num_random))
-        if self.config.near_plane is None:
-            self.near_plane.fill_(seeding.automatic_near_plane(self.means.detach(), cameras))
-
-    def _start(self, means: Tensor, colors: Tensor | None) -> None:
-        """The first Gaussians and the boxes over them."""
-        self.gauss_params = torch.nn.ParameterDict(self._first_parameters(means, colors))
-        self._set_tree(PartitionTree.build(means, self.config.num_partitions))
-
-    def _first_parameters(self, means: Tensor, colors: Tensor | None) -> dict[str, Parameter]:
-        num = len(means)
-        if colors is None:
-            features_dc = torch.rand(num, 3)
-        elif self.config.sh_degree > 0:
-            features_dc = RGB2SH(colors)
-        else:
-            features_dc = torch.logit(colors, eps=1e-10)
-        tensors = {
-            "means": means.clone(),
-            "scales": seeding.initial_log_scales(means),
-            "quats": random_quat_tensor(num),
-            "features_dc": features_dc,
-            "features_rest": torch.zeros(num, num_sh_bases(self.config.sh_degree) - 1, 3),
-            "opacities": torch.logit(torch.full((num, 1), 0.1)),
-        }
-        return {name: Parameter(tensors[name]) for name in GAUSS_PARAMS}
-
-    # Boxes
-
-    def _set_tree(self, tree: PartitionTree) -> None:
-        self.tree = tree
-        self._partitions_made = None
-        for name in TREE:
-            self.register_buffer(f"tree_{name}", getattr(tree, name))
-
-    @contextmanager
-    def using_tree(self, tree: PartitionTree) -> Iterator[None]:
-        """Draw with other boxes for a while."""
-        before = self.tree
-        self._set_tree(tree)
-        try:
-            yield
-        finally:
-            self._set_tree(before)
-
-    def as_one_partition(self) -> Any:
-        """Draw as one model without boxes for a while, as other programs do."""
-        return self.using_tree(PartitionTree.build(self.means, 1))
-
-    def repartition(self, num_partitions: int | None = None) -> Repartition:
-        """Cut space anew at the medians of the current means. Pictures change under `boundary filter`.
-
-        Args:
-            num_partitions: Boxes, 1 to 16; None: as many as before.
-
-        Returns:
-            What changed; compare the PSNR before and after.
-        """
-        before = self.tree
-        after = PartitionTree.build(self.means, num_partitions or before.num_partitions)
-        old, new = before.locate(self.means), after.locate(self.means)
-        self._set_tree(after)
-        return Repartition(
-            before,
-            after,
-            int((old != new).sum()),
-            torch.bincount(old.long(), minlength=before.num_partitions).tolist(),
-            torch.bincount(new.long(), minlength=after.num_partitions).tolist(),
-        )
-
     def participants_for(self, cameras: Cameras) -> list[set[int]]:
         """The partitions with a non-empty region in each camera's view, for the scheduler."""
         views = [self.view_of(cameras[index : index + 1]) for index in range(len(cameras))]
@@ -245,17 +122,6 @@ class SplaxelModel(SplatfactoModel):
         with torch.no_grad():
             partitions = self._partitions(self._activated(), views[0])
         return participants(views, self.tree, partitions.boxes, float(self.near_plane))
-
-    def _partitions(self, gaussians: Gaussians, view: View) -> Partitions:
-        """Owners and content boxes of all Gaussians, worked out once for the views between two changes of them."""
-        means, scales = self.means, self.scales
-        # In-place steps of an optimiser raise the version; refinement and loading make new tensors.
-        state = (means._version, scales._version, self.config.boundary)
-        made = self._partitions_made
-        if made is None or made[0] is not means or made[1] is not scales or made[2] != state:
-            made = (means, scales, state, partitions_of(gaussians, self.tree, self.config.boundary, view))
-            self._partitions_made = made
-        return made[3]
 
     # Rendering
 
@@ -281,20 +147,6 @@ class SplaxelModel(SplatfactoModel):
     def images(self) -> int:
         """Images seen before this step."""
         return self.step * self.batch_size
-
-    def _activated(self, keep: Tensor | None = None) -> Gaussians:
-        """The Gaussians with activated parameters, all or those of [N] bool `keep`."""
-        params = {name: self.gauss_params[name] for name in GAUSS_PARAMS} | {"features_dc": self.shs_0}
-        if keep is not None:
-            params = {name: value[keep] for name, value in params.items()}
-        return Gaussians(
-            params["means"],
-            params["quats"],
-            torch.exp(params["scales"]),
-            torch.sigmoid(params["opacities"]).squeeze(-1),
-            params["features_dc"][:, None, :],
-            params["features_rest"],
-        )
 
     def render_options(self) -> RenderOptions:
         """How views are drawn at this step."""
@@ -500,69 +352,3 @@ class SplaxelModel(SplatfactoModel):
     def update_to_step(self, step: int) -> None:
         """Where a loaded checkpoint stands."""
         self.step = step
-
-    # State
-
-    def training_state(self) -> dict[str, Any]:
-        """What resuming needs beside the tensors of `state_dict`: plain numbers and tensors."""
-        statistics = {key: self.strategy_state[key] for key in STATISTICS if self.strategy_state.get(key) is not None}
-        return {"step": self.step, "batch_size": self.batch_size, "strategy": statistics}
-
-    def load_training_state(self, state: Mapping[str, Any]) -> None:
-        """Take over `training_state` of the run that is continued; `load_state_dict` comes first.
-
-        Raises:
-            ValueError: It does not belong to the loaded Gaussians.
-        """
-        statistics = state.get("strategy")
-        if not isinstance(statistics, Mapping) or not isinstance(state.get("step"), int):
-            raise ValueError("The checkpoint's training state is damaged: it lacks step or strategy")
-        for key in STATISTICS:
-            value = statistics.get(key)
-            if value is not None and (not isinstance(value, Tensor) or value.shape != (self.num_points,)):
-                raise ValueError(
-                    f"The checkpoint's densification statistics do not fit its Gaussians: {key} is "
-                    f"{list(getattr(value, 'shape', []))} for {self.num_points}"
-                )
-            if key in self.strategy_state:
-                self.strategy_state[key] = None if value is None else value.clone()
-        self.step = state["step"]
-
-    def load_state_dict(self, dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over any number of Gaussians and partitions.
-
-        Parameters are new objects afterwards (their number changes): make the optimisers after this, or again.
-
-        Args:
-            dict: Tensors by name.
-            strict: Whether unknown names are an error; missing ones always are.
-            assign: As for `torch.nn.Module`.
-
-        Raises:
-            ValueError: Not the state of a splaxel model of this SH degree.
-        """
-        state = {key: value for key, value in dict.items() if key in CHECKPOINT_KEYS or strict}
-        check_state(state, self.config.sh_degree)
-        tree = PartitionTree.from_state_dict({name: state[f"tree_{name}"] for name in TREE})
-        if tree.num_partitions != self.config.num_partitions:
-            self._say_once(
-                "tree",
-                f"The checkpoint's {tree.num_partitions} partitions are used (num_partitions is "
-                f"{self.config.num_partitions}): a model is drawn in the boxes it was trained in.",
-            )
-        num = len(state["gauss_params.means"])
-        for name in GAUSS_PARAMS:
-            self.gauss_params[name] = Parameter(torch.zeros(num, *self.gauss_params[name].shape[1:]))
-        self._set_tree(tree)
-        for key in STATISTICS:  # of other Gaussians
-            if key in self.strategy_state:
-                self.strategy_state[key] = None
-        result = super(SplatfactoModel, self).load_state_dict(state, strict=strict, assign=assign)
-        if self.config.near_plane is not None:  # an option given outranks the checkpoint
-            self.near_plane.fill_(self.config.near_plane)
-        return result
-
-    def _say_once(self, topic: str, message: str) -> None:
-        if topic not in self._said:
-            self._said.add(topic)
-            CONSOLE.print(message)
