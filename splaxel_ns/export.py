@@ -10,48 +10,41 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 import tyro
+from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.utils.eval_utils import eval_setup
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import track
 
+from splaxel_ns.dataparsers.normalise import WorldFrame
 from splaxel_ns.model import SplaxelModel
+from splaxel_ns.pipeline import SplaxelPipeline
 
 CHUNK = 1 << 16
 """Gaussians converted and written at a time: bounds the memory beside the model itself."""
 
 
-@dataclass(frozen=True)
-class Similarity:
-    """input = (1 / scale) * rotation^T @ model + centre."""
-
-    rotation: np.ndarray  # [3, 3] float64, input axes to model axes
-    centre: np.ndarray  # [3] float64, input units
-    scale: float  # model units per input unit
-
-    @staticmethod
-    def of(dataparser_outputs: Any) -> Similarity:
-        """The frame of any nerfstudio dataparser: `dataparser_transform`, then `dataparser_scale`."""
-        transform = dataparser_outputs.dataparser_transform.double().numpy(force=True)
-        rotation = transform[:3, :3]
-        return Similarity(rotation, -(rotation.T @ transform[:3, 3]), float(dataparser_outputs.dataparser_scale))
-
-    def points_to_input(self, points: np.ndarray) -> np.ndarray:  # [N, 3] -> [N, 3] float64
-        return (points.astype(np.float64) / self.scale) @ self.rotation + self.centre
+def frame_of(dataparser_outputs: Any) -> WorldFrame:
+    """The frame of any nerfstudio dataparser: `dataparser_transform`, then `dataparser_scale`."""
+    transform = dataparser_outputs.dataparser_transform.double().numpy(force=True)
+    rotation = transform[:3, :3]
+    return WorldFrame(-(rotation.T @ transform[:3, 3]), float(dataparser_outputs.dataparser_scale), rotation)
 
 
 def rotate_quats(quats: np.ndarray, rotation: np.ndarray) -> np.ndarray:  # [N, 4] wxyz -> [N, 4]
     """Orientations seen from axes turned by `rotation` (new from old, [3, 3])."""
     from viser.transforms import SO3
 
-    turn = SO3.from_matrix(rotation)
-    return np.asarray((turn @ SO3(quats / np.linalg.norm(quats, axis=-1, keepdims=True))).wxyz)
+    lengths = np.linalg.norm(quats, axis=-1, keepdims=True)
+    unit = np.where(lengths > 0, quats / np.where(lengths > 0, lengths, 1.0), (1.0, 0.0, 0.0, 0.0))
+    return np.asarray((SO3.from_matrix(rotation) @ SO3(unit)).wxyz)
 
 
 def sh_rotation(rotation: np.ndarray, num_coeffs: int) -> np.ndarray:  # -> [K, K]
@@ -90,7 +83,7 @@ def property_names(num_rest: int) -> list[str]:
     ]
 
 
-def rows(model: SplaxelModel, frame: Similarity, offset: np.ndarray) -> Iterator[np.ndarray]:
+def rows(model: SplaxelModel, frame: WorldFrame, offset: np.ndarray) -> Iterator[np.ndarray]:
     """Chunks of vertices [M, properties] float32, positions in the input frame minus `offset`."""
     num_rest = model.features_rest.shape[1]
     turn = frame.rotation.T  # model axes to input axes
@@ -116,21 +109,25 @@ def rows(model: SplaxelModel, frame: Similarity, offset: np.ndarray) -> Iterator
         ).astype("<f4")
 
 
-def choose_offset(model: SplaxelModel, frame: Similarity) -> np.ndarray:  # [3] float64
+def choose_offset(model: SplaxelModel, frame: WorldFrame) -> np.ndarray:  # [3] float64
     """What to subtract before the cast to float32: nothing, unless the coordinates are too large for it.
 
     Float32 has 24 bits: at UTM's 3.3 million metres neighbours lie 0.25 m apart. The offset is whole units, so that
     it can be typed into other programs.
     """
-    if model.num_points == 0:
+    # An even sample: one Gaussian that ran away to infinity decides nothing.
+    means = model.means.detach()[:: max(1, model.num_points // CHUNK)].numpy(force=True)
+    scales = model.scales.detach()[:: max(1, model.num_points // CHUNK)].numpy(force=True)
+    finite = np.isfinite(means).all(axis=-1) & np.isfinite(scales).all(axis=-1)
+    if not finite.any():
         return np.zeros(3)
-    sizes = torch.exp(model.scales.detach()).amax(dim=-1) / frame.scale
-    largest = np.abs(frame.points_to_input(model.means.detach().numpy(force=True))).max()
-    spacing = float(np.spacing(np.float32(largest)))
-    return np.zeros(3) if spacing < 0.01 * float(sizes.median()) else np.round(frame.centre)
+    positions = np.abs(frame.points_to_input(means[finite])).max(axis=-1)  # [M]
+    spacing = float(np.spacing(np.float32(np.percentile(positions, 99))))
+    size = float(np.exp(np.median(scales[finite].max(axis=-1)))) / frame.scale
+    return np.zeros(3) if spacing < 0.01 * size else np.round(frame.centre)
 
 
-def write_ply(path: Path, model: SplaxelModel, frame: Similarity, offset: np.ndarray) -> None:
+def write_ply(path: Path, model: SplaxelModel, frame: WorldFrame, offset: np.ndarray) -> None:
     """Streams the model into `path`, which appears only once it is whole.
 
     Raises:
@@ -147,48 +144,78 @@ def write_ply(path: Path, model: SplaxelModel, frame: Similarity, offset: np.nda
             "end_header\n",
         ]
     )
+    with replacing(path) as file:
+        file.write(header.encode())
+        num_chunks = -(-model.num_points // CHUNK)
+        for chunk in track(rows(model, frame, offset), "Writing Gaussians", total=num_chunks, transient=True):
+            assert chunk.shape[1] == len(names)
+            file.write(chunk.tobytes())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` once it is whole and on the disk; until then, and if that fails, `path`
+    stays as it was.
+
+    Raises:
+        RuntimeError: The file cannot be written; the message names it and the reason.
+    """
     partial = path.with_name(path.name + ".part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as file:
-            file.write(header.encode())
-            num_chunks = -(-model.num_points // CHUNK)
-            for chunk in track(rows(model, frame, offset), "Writing Gaussians", total=num_chunks, transient=True):
-                assert chunk.shape[1] == len(names)
-                file.write(chunk.tobytes())
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise RuntimeError(
-            f"cannot write {path}: {error.strerror}; free space or choose another --output-dir"
+            f"cannot write {path}: {error.strerror}; free space, or choose another --output-dir"
         ) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 @torch.no_grad()
-def photo_psnr(pipeline: Any) -> tuple[float, float] | None:
-    """PSNR (dB) on the held-out photographs with the boxes and without; None where the photographs are absent."""
-    files = pipeline.datamanager.eval_dataset.image_filenames
-    if not files or not all(Path(file).exists() for file in files):
+def photo_psnr(pipeline: SplaxelPipeline, num_views: int) -> tuple[float, float] | None:
+    """Mean PSNR (dB) on evenly chosen held-out photographs, with the boxes and without; None where they are absent."""
+    data = pipeline.datamanager
+    picks = even_picks(len(data.eval_dataset), num_views)
+    if not picks or not all(data.eval_dataset.image_filenames[index].exists() for index in picks):
         return None
-    boxed = pipeline.get_average_eval_image_metrics()["psnr"]
-    with pipeline.model.as_one_partition():
-        return boxed, pipeline.get_average_eval_image_metrics()["psnr"]
+    boxed = merged = 0.0
+    for index in picks:
+        camera, batch = data.eval_view(index)
+        boxed += model_psnr(pipeline.model, camera, batch) / len(picks)
+        with pipeline.model.as_one_partition():
+            merged += model_psnr(pipeline.model, camera, batch) / len(picks)
+    return boxed, merged
+
+
+def model_psnr(model: SplaxelModel, camera: Cameras, batch: dict[str, Any]) -> float:
+    """PSNR (dB) of one view against its photograph."""
+    return float(model.get_metrics_dict(model.get_outputs_for_camera(camera), batch)["psnr"])
+
+
+def even_picks(num: int, wanted: int) -> list[int]:
+    """At most `wanted` of the numbers below `num`, evenly spaced."""
+    return sorted({int(index) for index in np.linspace(0, num - 1, min(num, wanted))}) if min(num, wanted) > 0 else []
 
 
 @torch.no_grad()
-def merge_psnr(model: SplaxelModel, cameras: Any, num_views: int) -> float | None:
+def merge_psnr(model: SplaxelModel, cameras: Cameras, num_views: int) -> float | None:
     """PSNR (dB) between the model drawn in its boxes and as one: what another program will show, without boxes.
 
     Views are spread evenly over the training cameras. None where there is nothing to compare (one box, no camera);
     infinite where all pictures are equal.
     """
-    if model.tree.num_partitions == 1 or len(cameras) == 0:
+    picks = even_picks(len(cameras), num_views)
+    if model.tree.num_partitions == 1 or not picks:
         return None
     squared = 0.0
-    picks = np.unique(np.linspace(0, len(cameras) - 1, num_views, dtype=int))
     for index in track(picks, "Drawing with and without boxes", transient=True):
-        camera = cameras[int(index) : int(index) + 1]
+        camera = cameras[index : index + 1]
         boxed = model.get_outputs_for_camera(camera)["rgb"]
         with model.as_one_partition():
             merged = model.get_outputs_for_camera(camera)["rgb"]
@@ -211,22 +238,20 @@ class Export:
     """Subtracted from every position (input units). Default: nothing, or the scene's centre where coordinates are
     too large for float32; written to splat.json and into the PLY's comment."""
     check_views: int = 4
-    """Training views drawn with and without the partitions' boxes, to say what other programs will show."""
+    """Views drawn with and without the partitions' boxes, and as many held-out photographs compared with both, to say
+    what other programs will show. 0: none."""
 
     def main(self) -> None:
+        path = self.output_dir / "splat.ply"
+        _require_writable(path)
         config, pipeline, checkpoint, step = eval_setup(self.load_config, test_mode="inference")
         model = pipeline.model
-        if not isinstance(model, SplaxelModel):
-            raise ValueError(f"{self.load_config} holds method {config.method_name!r}, not splaxel; use ns-export")
-        outputs = pipeline.datamanager.train_dataparser_outputs
-        frame = Similarity.of(outputs)
+        if not isinstance(model, SplaxelModel) or not isinstance(pipeline, SplaxelPipeline):
+            raise ValueError(f"{self.load_config} is a run of {config.method_name}, not of splaxel: use ns-export")
+        frame = frame_of(pipeline.datamanager.train_dataparser_outputs)
         offset = choose_offset(model, frame) if self.offset is None else np.array(self.offset, np.float64)
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        path = self.output_dir / "splat.ply"
         write_ply(path, model, frame, offset)
-        psnr = merge_psnr(model, pipeline.datamanager.train_dataset.cameras, self.check_views)
-        photo = None if psnr is None else photo_psnr(pipeline)
-        summary = {
+        summary: dict[str, Any] = {
             "gaussians": model.num_points,
             "checkpoint": checkpoint.name,
             "step": step,
@@ -234,18 +259,35 @@ class Export:
             "partitions": model.tree.num_partitions,
             "boundary": model.config.boundary,
             "rasterize_mode": model.config.rasterize_mode,
-            "psnr_boxes_against_merged": psnr if psnr is None or np.isfinite(psnr) else "equal",
-            "psnr_photographs_boxes_merged": photo,
         }
-        (self.output_dir / "splat.json").write_text(json.dumps(summary, indent=2) + "\n")
+        _write_summary(path.with_suffix(".json"), summary)
         CONSOLE.print(f"{model.num_points} Gaussians in {path}; add {offset.tolist()} to get input coordinates.")
+        psnr = merge_psnr(model, pipeline.datamanager.train_dataset.cameras, self.check_views)
+        photo = None if psnr is None else photo_psnr(pipeline, self.check_views)
+        summary["psnr_boxes_against_merged"] = psnr if psnr is None or np.isfinite(psnr) else "equal"
+        summary["psnr_photographs_boxes_merged"] = photo
+        _write_summary(path.with_suffix(".json"), summary)
         if psnr is not None:
             CONSOLE.print(
                 f"Drawn without its {model.tree.num_partitions} boxes (boundary {model.config.boundary}) the model "
                 f"differs from itself (PSNR {psnr:.1f} dB): programs that read the PLY know no boxes."
             )
         if photo is not None:
-            CONSOLE.print(f"Against the held-out photographs: {photo[0]:.2f} dB with boxes, {photo[1]:.2f} dB without.")
+            CONSOLE.print(f"Against held-out photographs: {photo[0]:.2f} dB with boxes, {photo[1]:.2f} dB without.")
+        if model.config.rasterize_mode == "antialiased":
+            CONSOLE.print("The model was trained antialiased: programs that draw without compensation show it thicker.")
+
+
+def _write_summary(path: Path, summary: dict[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(summary, indent=2).encode() + b"\n")
+
+
+def _require_writable(path: Path) -> None:
+    """An unwritable folder is found before the model is loaded."""
+    with replacing(path.with_name(path.name + ".probe")):
+        pass
+    path.with_name(path.name + ".probe").unlink()
 
 
 def entrypoint() -> None:
@@ -253,5 +295,5 @@ def entrypoint() -> None:
     tyro.extras.set_accent_color("bright_yellow")
     try:
         tyro.cli(Export).main()
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"splaxel-export: {error}") from error

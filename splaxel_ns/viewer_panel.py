@@ -52,9 +52,11 @@ class PartitionPanel(torch.nn.Module):
         super().__init__()
         # In a tuple, so that the model is not registered a second time (state_dict, parameters).
         self._model = (model,)
-        self.show_boxes = ViewerCheckbox("Show partitions", False, cb_hook=lambda _: self.draw_boxes())
-        self.show_partial = ViewerDropdown(
-            "Partial image of",
+        self.boxes = ViewerCheckbox(
+            "Show boxes", False, cb_hook=lambda _: self.draw_boxes(), hint="The partitions, where they hold Gaussians."
+        )
+        self.partial_image = ViewerDropdown(
+            "Partial image",
             WHOLE_IMAGE,
             [WHOLE_IMAGE, *(f"partition {k}" for k in range(model.tree.num_partitions))],
             cb_hook=lambda element: self.choose(element.value),
@@ -75,7 +77,7 @@ class PartitionPanel(torch.nn.Module):
             handle.remove()
         self._handles = []
         server = getattr(self.scene, "viser_server", None)
-        if server is None or not self.show_boxes.value:
+        if server is None or not self.boxes.value:
             return
         boxes = visible_boxes(self._model[0]) * VISER_NERFSTUDIO_SCALE_RATIO
         colors = partition_colors(len(boxes))
@@ -83,7 +85,7 @@ class PartitionPanel(torch.nn.Module):
             corners = np.array([[(lo, hi)[bit >> axis & 1][axis] for axis in range(3)] for bit in range(8)])
             self._handles.append(
                 server.scene.add_spline_catmull_rom(
-                    f"/partitions/{k}",
+                    f"/partitions/box_{k}",
                     corners[list(EDGE_WALK)],
                     curve_type="catmullrom",
                     tension=0.0,  # straight edges
@@ -93,24 +95,15 @@ class PartitionPanel(torch.nn.Module):
                     segments=len(EDGE_WALK) * 8,
                 )
             )
-            self._handles.append(
-                server.scene.add_box(
-                    f"/partitions/{k}/face",
-                    color=colors[k],
-                    dimensions=tuple(0.02 * (hi - lo)),  # a small solid at the centre: the colour's legend in 3D
-                    position=tuple((lo + hi) / 2),
-                )
-            )
+            top = ((lo[0] + hi[0]) / 2, (lo[1] + hi[1]) / 2, hi[2])
+            self._handles.append(server.scene.add_label(f"/partitions/name_{k}", f"partition {k}", position=top))
 
 
 def visible_boxes(model: SplaxelModel) -> np.ndarray:
     """The partitions' boxes with outer faces at the bounds of the middle 99.8 % of the means, [P, 2, 3] world units."""
-    means = model.means.detach()
-    if len(means):
-        finite = means[torch.isfinite(means).all(dim=-1)].numpy(force=True)
-        low, high = np.percentile(finite, [0.1, 99.9], axis=0) if len(finite) else (np.zeros(3), np.ones(3))
-    else:
-        low, high = np.zeros(3), np.ones(3)
+    means = model.means.detach()[:: max(1, model.num_points >> 18)]  # a sample is enough
+    finite = means[torch.isfinite(means).all(dim=-1)].numpy(force=True)
+    low, high = np.percentile(finite, [0.1, 99.9], axis=0) if len(finite) else (np.zeros(3), np.ones(3))
     lo = np.maximum(model.tree.lo.numpy(force=True), low)
     hi = np.maximum(np.minimum(model.tree.hi.numpy(force=True), high), lo)
     return np.stack([lo, hi], axis=1)
