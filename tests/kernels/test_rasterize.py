@@ -198,6 +198,23 @@ def test_absolute_gradients(num_partitions: int) -> None:
     check_against_reference(scene, available_levels(), boundary="exact", stop=0.0, absgrad=True)
 
 
+def test_absolute_gradients_reach_a_computed_tensor() -> None:
+    scene = make_scene(2, count=50, seed=12)
+    splats = scene.splats()
+    splats["means2d"] = splats["means2d"] * 1.0  # as the projection's result: no leaf
+    colors, *_ = scene.render(splats, absgrad=True)
+    colors.sum().backward()
+    absolute = splats["means2d"].absgrad  # pyright: ignore[reportAttributeAccessIssue]
+    assert absolute.shape == (50, 2) and absolute.max() > 0
+
+
+def test_not_finite_splats_harm_nobody_else() -> None:
+    scene = make_scene(2, seed=13)
+    scene.means2d[3], scene.conics[5], scene.depths[7], scene.means2d[9] = math.nan, math.inf, math.nan, 1e30
+    images = scene.render(scene.splats())[:3]
+    assert all(image.isfinite().float().mean() > 0.5 for image in images)
+
+
 def test_opaque_stacks_without_stop() -> None:
     # Transmittances vanish below float32's range behind a few dozen opaque splats; gradients must not.
     scene = make_scene(2, count=150, width=20, height=20, opacity=(0.9, 0.998), largest=30.0, seed=3)
