@@ -31,7 +31,7 @@ LENS = ("PINHOLE", 120, 90, (110.0, 112.0, 61.5, 44.0))
 def colmap_pipeline(data: Path, model: Model, **parser: Any) -> Any:
     """A model over a COLMAP survey, without photographs: random shapes and view-dependent colours in 4 partitions."""
     write_binary(data / "sparse" / "0", model)
-    config = copy.deepcopy(splaxel.config).pipeline
+    config: Any = copy.deepcopy(splaxel.config).pipeline
     config.datamanager.dataparser = SplaxelColmapDataParserConfig(data=data, eval_interval=3, **parser)
     config.model.num_partitions = 4
     pipeline = config.setup(device="cpu", test_mode="inference")
