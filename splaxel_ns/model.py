@@ -120,7 +120,7 @@ class SplaxelModel(PartitionedGaussians):
         if not views:
             return []
         with torch.no_grad():
-            partitions = self._partitions(self._activated(), views[0])
+            partitions = self._partitions(self.activated(), views[0])
         return participants(views, self.tree, partitions.boxes, float(self.near_plane))
 
     # Rendering
@@ -168,11 +168,11 @@ class SplaxelModel(PartitionedGaussians):
 
         Boxes are always those of all Gaussians: what `filter` drops depends on them.
         """
-        gaussians = self._activated()
+        gaussians = self.activated()
         partitions = self._partitions(gaussians, view)
         if self.crop_box is not None and not self.training:
             keep = self.crop_box.within(self.means).reshape(-1)  # [N] bool
-            gaussians = self._activated(keep)
+            gaussians = self.activated(keep)
             partitions = replace(partitions, owner=partitions.owner[keep])
         rendered = render_view(gaussians, view, partitions, background, self.render_options())
         if self.training and rendered.stats.num_splats == 0:

@@ -165,7 +165,7 @@ class PartitionedGaussians(SplatfactoModel):
             self._partitions_made = made
         return made[3]
 
-    def _activated(self, keep: Tensor | None = None) -> Gaussians:
+    def activated(self, keep: Tensor | None = None) -> Gaussians:
         """The Gaussians with activated parameters, all or those of [N] bool `keep`."""
         params = {name: self.gauss_params[name] for name in GAUSS_PARAMS} | {"features_dc": self.shs_0}
         if keep is not None:

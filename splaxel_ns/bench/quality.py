@@ -19,6 +19,7 @@ from scipy import stats
 
 from splaxel_ns.bench import write_result
 from splaxel_ns.partition import PartitionTree
+from splaxel_ns.render import project_view
 
 BAND = 0.01
 """Half width of the band around the cut planes, as a share of the scene's diagonal."""
@@ -75,7 +76,8 @@ class Quality:
 
         config: Any = copy.deepcopy(splaxel.config)
         config.max_num_iterations = self.steps
-        config.machine.seed = seed
+        config.machine.seed = config.pipeline.model.seed = seed
+        config.pipeline.datamanager.train_cameras_sampling_seed = seed
         config.vis = "tensorboard"
         config.experiment_name, config.timestamp = "quality", f"{num_partitions}_{boundary}_{seed}"
         config.steps_per_eval_image = config.steps_per_eval_batch = config.steps_per_eval_all_images = 10**9
@@ -85,6 +87,9 @@ class Quality:
         config.pipeline.model.num_partitions = num_partitions
         config.pipeline.model.boundary = boundary
         config.pipeline.model.max_gaussians = self.max_gaussians
+        config.pipeline.model.num_downscales = 0
+        config.pipeline.model.cull_alpha_thresh = 0.005
+        config.optimizers["means"]["scheduler"].max_steps = self.steps
         with tempfile.TemporaryDirectory() as folder:
             config.output_dir = Path(folder)
             torch.manual_seed(seed)
@@ -106,14 +111,14 @@ class Quality:
 @torch.no_grad()
 def measure(trainer: Any, trees: dict[int, PartitionTree]) -> dict[str, Any]:
     """PSNR, SSIM, and PSNR inside and outside the band around the cut planes of each tree, over the held-out views."""
-    model = trainer.pipeline.model.eval()
     metrics = trainer.pipeline.get_average_eval_image_metrics()
+    model = trainer.pipeline.eval().model
     squared = {num: np.zeros((2, 2)) for num in trees}  # [outside, inside] x [sum of squares, count]
     pairs = np.zeros(2)  # [straddling, all]
     diagonal = scene_diagonal(model.means)
     for camera, batch in trainer.pipeline.datamanager.fixed_indices_eval_dataloader:
         outputs = model.get_outputs_for_camera(camera)
-        pairs += model.pair_counts()
+        pairs += straddling_pairs(model, camera)
         error = (outputs["rgb"] - model.get_gt_img(batch["image"])[..., :3]).double().square().mean(dim=-1).numpy()
         points = surface_points(camera, outputs["depth"][..., 0])
         for num, tree in trees.items():
@@ -135,6 +140,27 @@ def measure(trainer: Any, trees: dict[int, PartitionTree]) -> dict[str, Any]:
             for num, sums in squared.items()
         },
     }
+
+
+def straddling_pairs(model: Any, camera: Any) -> np.ndarray:  # -> [2]: of straddling Gaussians, of all
+    """(Gaussian, pixel) pairs of a view, counted as the areas of the ellipses in which alpha is at least 1/255.
+
+    A Gaussian straddles if its mean +- what its extents span at its depth is not inside its partition's box.
+    """
+    view = model.view_of(camera)
+    gaussians = model.activated()
+    splats = project_view(gaussians, view, model.render_options())
+    seen = splats.extents[:, 0] > 0
+    rotation = view.world_to_cam[:3, :3].abs()
+    per_pixel = torch.stack([rotation[0] / view.K[0, 0], rotation[1] / view.K[1, 1]])  # [2, 3] world units per pixel
+    reach = (splats.extents * splats.depths[:, None]) @ per_pixel  # [N, 3]
+    owner = model.tree.locate(gaussians.means).long()
+    low, high = gaussians.means - reach, gaussians.means + reach
+    straddles = ((low < model.tree.lo[owner]) | (high >= model.tree.hi[owner])).any(dim=-1)
+    a, b, c = splats.conics.unbind(dim=-1)
+    areas = 2 * torch.pi * torch.log(255 * splats.opacities) / torch.sqrt(a * c - b * b)
+    areas = torch.where(seen, areas, 0.0).double()
+    return np.array([float(areas[straddles].sum()), float(areas.sum())])
 
 
 def scene_diagonal(means: torch.Tensor) -> float:
