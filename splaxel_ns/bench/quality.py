@@ -17,7 +17,7 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from scipy import stats
 
-from splaxel_ns.bench import write_result
+from splaxel_ns.bench.results import write_result
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.render import project_view
 
