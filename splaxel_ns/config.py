@@ -45,6 +45,20 @@ def make_method(name: str, description: str) -> MethodSpecification:
             "opacities": {"optimizer": AdamOptimizerConfig(lr=0.05, eps=1e-15), "scheduler": None},
             "scales": {"optimizer": AdamOptimizerConfig(lr=0.005, eps=1e-15), "scheduler": None},
             "quats": {"optimizer": AdamOptimizerConfig(lr=0.001, eps=1e-15), "scheduler": None},
+            # Of views rather than Gaussians; only used with --pipeline.model.camera-optimizer.mode and
+            # --pipeline.model.use-bilateral-grid.
+            "camera_opt": {
+                "optimizer": AdamOptimizerConfig(lr=1e-4, eps=1e-15),
+                "scheduler": ExponentialDecaySchedulerConfig(
+                    lr_final=5e-7, max_steps=NUM_IMAGES, warmup_steps=1000, lr_pre_warmup=0
+                ),
+            },
+            "bilateral_grid": {
+                "optimizer": AdamOptimizerConfig(lr=2e-3, eps=1e-15),
+                "scheduler": ExponentialDecaySchedulerConfig(
+                    lr_final=1e-4, max_steps=NUM_IMAGES, warmup_steps=1000, lr_pre_warmup=0
+                ),
+            },
         },
         machine=MachineConfig(device_type="cpu"),
         # More thumbnails than this would have all photographs decoded for the viewer alone.

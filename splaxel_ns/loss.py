@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nerfstudio.model_components.lib_bilagrid import color_correct
 from torch import Tensor
 from torchmetrics.functional.image import structural_similarity_index_measure
 
 from splaxel_ns import cuda
 from splaxel_ns.cuda.splats import SSIM_WINDOW
+
+WARP_COEFFICIENTS = 10
+"""Of the quadratic function of red, green and blue that colour correction fits to each channel."""
 
 
 def photometric_loss(pred: Tensor, target: Tensor, mask: Tensor | None, ssim_lambda: float) -> Tensor:
@@ -57,6 +61,41 @@ def scale_regularization(log_scales: Tensor, max_ratio: float) -> Tensor:
         return log_scales.sum()
     ratio = torch.exp(log_scales.amax(dim=-1) - log_scales.amin(dim=-1))  # [N]
     return 0.1 * (ratio.clamp_min(max_ratio) - max_ratio).mean()
+
+
+def opacity_regularization(logits: Tensor) -> Tensor:
+    """Mean opacity of logits [N, 1], a scalar: what no picture needs fades and is moved; zero without Gaussians."""
+    return torch.sigmoid(logits).mean() if len(logits) else logits.sum()
+
+
+def size_regularization(log_scales: Tensor) -> Tensor:
+    """Mean axis in world units of the logarithms [N, 3], a scalar: Gaussians shrink; zero without Gaussians."""
+    return torch.exp(log_scales).mean() if len(log_scales) else log_scales.sum()
+
+
+def color_corrected(pred: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+    """A render with the colours of its photograph: nerfstudio's quadratic warp, fitted to the unmasked pixels.
+
+    Args:
+        pred: Rendered image.  # [H, W, 3]
+        target: Photograph.  # [H, W, 3]
+        mask: True where a pixel counts, or None; other pixels stay as they are.  # [H, W, 1]
+
+    Returns:
+        [H, W, 3]; NaN where no warp can be fitted: a render of one colour, or fewer pixels than coefficients.
+    """
+    _check_pair(pred, target, mask)
+    counts = torch.ones(pred.shape[:2], dtype=torch.bool) if mask is None else mask[..., 0]  # [H, W]
+    corrected = pred.detach().clone()
+    pixels = corrected[counts]  # [M, 3]
+    if len(pixels) < WARP_COEFFICIENTS:
+        corrected[counts] = float("nan")
+        return corrected
+    try:
+        corrected[counts] = color_correct(pixels, target[counts])
+    except AssertionError:  # nerfstudio's own check of the fit
+        corrected[counts] = float("nan")
+    return corrected
 
 
 def psnr(pred: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:

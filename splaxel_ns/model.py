@@ -8,13 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from nerfstudio.cameras.camera_optimizers import CameraOptimizer
 from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
+from nerfstudio.model_components.lib_bilagrid import BilateralGrid, total_variation_loss
 from nerfstudio.models.splatfacto import SplatfactoModelConfig
 from nerfstudio.utils.colors import get_color
 from nerfstudio.utils.rich_utils import CONSOLE
@@ -23,6 +24,7 @@ from torch import Tensor
 from splaxel_ns import cameras as camera_views
 from splaxel_ns import loss
 from splaxel_ns.compositing import expected_depth
+from splaxel_ns.mcmc import SplaxelMCMCStrategy
 from splaxel_ns.model_checks import check_config
 from splaxel_ns.render import Rendered, RenderOptions, render_view, view_info
 from splaxel_ns.scene import PartitionedGaussians
@@ -31,6 +33,10 @@ from splaxel_ns.targets import over_background, shrink_mask, shrink_photograph
 from splaxel_ns.types import Boundary, View
 from splaxel_ns.visibility import participants
 
+COLOR_CORRECTION_EVERY = 10
+"""Steps between two colour-corrected PSNR values in training: the fit takes several times as long as a view."""
+TOTAL_VARIATION_WEIGHT = 10.0
+"""Of the bilateral grids in the loss, as in splatfacto."""
 VIEWER_BACKGROUND = torch.tensor([0.1490, 0.1647, 0.2157])
 """What evaluation composes over where training uses random colours: the viewer's dark grey, as in splatfacto."""
 
@@ -50,6 +56,19 @@ class SplaxelModelConfig(SplatfactoModelConfig):
     training cameras see the nearest seed points; kept in the checkpoint."""
     max_gaussians: int = 0
     """Growth stops at this many Gaussians, those with the largest gradients first. 0: no limit."""
+    strategy: Literal["default", "mcmc"] = "default"
+    """How Gaussians are grown: default (clone, split and prune by gradients) or mcmc (sampling by opacity, up to
+    max_gs_num; its paper also sets stop_split_at to 25000)."""
+    max_gs_num: int = 1_000_000
+    """mcmc: growth stops at this many Gaussians."""
+    noise_lr: float = 5e5
+    """mcmc: the noise on the means, in parts of their learning rate."""
+    mcmc_min_opacity: float = 0.005
+    """mcmc: Gaussians at or below this opacity are moved to where opaque ones are (cull_alpha_thresh in splatfacto)."""
+    mcmc_opacity_reg: float = 0.01
+    """mcmc: weight of the mean opacity in the loss."""
+    mcmc_scale_reg: float = 0.01
+    """mcmc: weight of the mean scale in the loss."""
     transmittance_stop: float = 1e-4
     """A pixel is finished once so little light from behind would reach it. 0: never."""
     seed: int = 42
@@ -92,34 +111,30 @@ class SplaxelModel(PartitionedGaussians):
         self._target_made: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
         self.start()
         config = self.config
-        reset_every = config.reset_alpha_every * config.refine_every
-        self.strategy = SplaxelStrategy(
-            prune_opa=config.cull_alpha_thresh,
-            grow_grad2d=config.densify_grad_thresh,
-            grow_scale3d=config.densify_size_thresh,
-            grow_scale2d=config.split_screen_size,
-            prune_scale3d=config.cull_scale_thresh,
-            prune_scale2d=config.cull_screen_size,
-            refine_scale2d_stop_iter=config.stop_screen_size_at,
-            refine_start_iter=config.warmup_length,
-            refine_stop_iter=config.stop_split_at,
-            reset_every=reset_every,
-            refine_every=config.refine_every,
-            # splatfacto's rule (an epoch, however long) ends densification for good where an epoch is longer than the
-            # interval between two resets.
-            pause_refine_after_reset=min(self.num_train_data, reset_every // 2),
-            absgrad=config.use_absgrad,
-            max_gaussians=config.max_gaussians,
-            seed=config.seed,
+        if config.use_bilateral_grid:
+            grid_x, grid_y, grid_w = config.grid_shape
+            self.bil_grids = BilateralGrid(self.num_train_data, grid_X=grid_x, grid_Y=grid_y, grid_W=grid_w)
+        self.strategy: Any = (
+            SplaxelMCMCStrategy.of(config)
+            if config.strategy == "mcmc"
+            else SplaxelStrategy.of(config, self.num_train_data)
         )
         self.strategy_state = self.strategy.initialize_state(scene_scale=1.0)
 
     def participants_for(self, cameras: Cameras) -> list[set[int]]:
-        """The partitions with a non-empty region in each camera's view, for the scheduler."""
-        views = [self.view_of(cameras[index : index + 1]) for index in range(len(cameras))]
-        if not views:
-            return []
+        """The partitions with a non-empty region in each training camera's view, for the scheduler.
+
+        Args:
+            cameras: All training cameras, in their order.
+        """
         with torch.no_grad():
+            views = []
+            for index in range(len(cameras)):
+                camera = cameras[index : index + 1]
+                camera.metadata = {**(camera.metadata or {}), "cam_idx": index}
+                views.append(self.view_of(camera))
+            if not views:
+                return []
             partitions = self._partitions(self.activated(), views[0])
         return participants(views, self.tree, partitions.boxes, float(self.near_plane))
 
@@ -128,11 +143,15 @@ class SplaxelModel(PartitionedGaussians):
     def view_of(self, camera: Cameras) -> View:
         """The view of one pinhole camera, at the resolution training has reached; the camera is left as it is.
 
+        In training the pose is the one the camera optimiser has reached, with its gradient: order, regions and near
+        plane go by it too.
+
         Raises:
             ValueError: More than one camera, or not a pinhole.
         """
         d = self.downscale_factor(int(camera.height.flatten()[0]), int(camera.width.flatten()[0]))
-        return camera_views.view_of(camera, d)
+        pose = self.camera_optimizer.apply_to_camera(camera) if self.training else None
+        return camera_views.view_of(camera, d, pose)
 
     def downscale_factor(self, height: int, width: int) -> int:
         """1 outside training; else splatfacto's resolution schedule, ended early for images SSIM's window outgrows."""
@@ -160,7 +179,7 @@ class SplaxelModel(PartitionedGaussians):
             antialiased=config.rasterize_mode == "antialiased",
             boundary=config.boundary,
             stop=config.transmittance_stop,
-            absgrad=config.use_absgrad and self.training,
+            absgrad=self.strategy.absgrad and self.training,
         )
 
     def render(self, view: View, background: Tensor) -> Rendered:
@@ -191,18 +210,30 @@ class SplaxelModel(PartitionedGaussians):
             camera: One pinhole camera.
 
         Returns:
-            rgb [H, W, 3], clamped to 0..1; accumulation [H, W, 1]; depth [H, W, 1] (expected, world units; the farthest
-            where nothing was drawn; None in training unless `output_depth_during_training`); background, [3] in
-            training, else [H, W, 3].
+            rgb [H, W, 3], clamped to 0..1 (before the bilateral grid of a training view); accumulation [H, W, 1];
+            depth [H, W, 1] (expected, world units; the farthest where nothing was drawn; None in training unless
+            `output_depth_during_training`); background, [3] in training, else [H, W, 3].
         """
         view = self.view_of(camera)
         background = self._background_for(camera)
         rendered = self.render(view, background)
         if self.training:
             self.info = view_info(rendered, view) | {"n_cameras": self.batch_size}
-            if torch.is_grad_enabled() and rendered.splats.means2d.requires_grad and not self.strategy.absgrad:
-                rendered.splats.means2d.retain_grad()
-        return self._outputs(rendered.rgb, rendered.alpha, rendered.depth, background)
+            means2d = rendered.splats.means2d
+            if self.strategy.uses_grad and torch.is_grad_enabled() and means2d.requires_grad:
+                means2d.retain_grad()
+        outputs = self._outputs(rendered.rgb, rendered.alpha, rendered.depth, background)
+        if self.training and self.config.use_bilateral_grid:
+            outputs["rgb"] = self._in_colors_of(camera, outputs["rgb"])
+        return outputs
+
+    def _in_colors_of(self, camera: Cameras, rgb: Tensor) -> Tensor:
+        """A training view [H, W, 3] as its photograph's camera would have developed it: through its bilateral grid."""
+        index = (camera.metadata or {}).get("cam_idx")
+        if index is None:
+            return rgb
+        height, width = rgb.shape[:2]
+        return self._apply_bilateral_grid(rgb[None], int(index), height, width)[0]
 
     def _outputs(self, rgb: Tensor, alpha: Tensor, depth: Tensor, background: Tensor) -> dict[str, Any]:
         depth_image = None
@@ -288,29 +319,55 @@ class SplaxelModel(PartitionedGaussians):
             self.info["mask"] = mask
         if self.config.use_scale_regularization and crosses(self.step, self.batch_size, 10):
             terms["scale_reg"] = loss.scale_regularization(self.scales, self.config.max_gauss_ratio)
+        if self.training:
+            self._add_regularizers(terms)
         return terms
 
+    def _add_regularizers(self, terms: dict[str, Tensor]) -> None:
+        """What the options of training add to the loss, each independent of the view."""
+        config = self.config
+        if config.strategy == "mcmc":
+            if config.mcmc_opacity_reg > 0:
+                terms["mcmc_opacity_reg"] = config.mcmc_opacity_reg * loss.opacity_regularization(self.opacities)
+            if config.mcmc_scale_reg > 0:
+                terms["mcmc_scale_reg"] = config.mcmc_scale_reg * loss.size_regularization(self.scales)
+        self.camera_optimizer.get_loss_dict(terms)
+        if config.use_bilateral_grid:
+            terms["tv_loss"] = TOTAL_VARIATION_WEIGHT * total_variation_loss(self.bil_grids.grids)
+
     def get_metrics_dict(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-        """PSNR of one view over its unmasked pixels, and the number of Gaussians."""
+        """PSNR of one view over its unmasked pixels, the number of Gaussians, and how far poses have moved."""
         with torch.no_grad():
             target, mask = self._target(outputs, batch)
-            return {"psnr": loss.psnr(outputs["rgb"], target, mask), "gaussian_count": self.num_points}
+            metrics = {"psnr": loss.psnr(outputs["rgb"], target, mask), "gaussian_count": self.num_points}
+            if self.config.color_corrected_metrics and self.step % COLOR_CORRECTION_EVERY == 0:
+                metrics["cc_psnr"] = loss.psnr(loss.color_corrected(outputs["rgb"], target, mask), target, mask)
+            self.camera_optimizer.get_metrics_dict(metrics)
+        return metrics
 
     @torch.no_grad()
     def get_image_metrics_and_images(
         self, outputs: dict[str, Any], batch: dict[str, Any]
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """PSNR, SSIM and, where its weights are on disk, LPIPS of one view; photograph and render side by side."""
+        """PSNR, SSIM and, where its weights are on disk, LPIPS of one view; photograph and render side by side.
+
+        With `color_corrected_metrics` also those of the render in the photograph's colours, as cc_psnr and so on.
+        """
         target, mask = self._target(outputs, batch)
-        rgb = outputs["rgb"]
-        metrics = {"psnr": float(loss.psnr(rgb, target, mask)), "ssim": float(loss.ssim(rgb, target, mask))}
+        pictures = {"": outputs["rgb"]}
+        if self.config.color_corrected_metrics:
+            pictures["cc_"] = loss.color_corrected(outputs["rgb"], target, mask)
         if self._lpips is None:
             self._lpips = (loss.load_lpips(),)
-        if self._lpips[0] is not None:
-            metrics["lpips"] = loss.lpips(self._lpips[0], rgb, target, mask)
-        else:
+        if self._lpips[0] is None:
             self._say_once("lpips", f"LPIPS is left out: its AlexNet weights are not at {loss.alexnet_weights()}")
-        return metrics, {"img": torch.cat([target, rgb], dim=1)}
+        metrics = {}
+        for prefix, rgb in pictures.items():
+            metrics[f"{prefix}psnr"] = float(loss.psnr(rgb, target, mask))
+            metrics[f"{prefix}ssim"] = float(loss.ssim(rgb, target, mask))
+            if self._lpips[0] is not None:
+                metrics[f"{prefix}lpips"] = loss.lpips(self._lpips[0], rgb, target, mask)
+        return metrics, {"img": torch.cat([target, outputs["rgb"]], dim=1)}
 
     # Training
 

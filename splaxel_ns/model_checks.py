@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -24,17 +25,11 @@ def check_config(config: SplaxelModelConfig) -> None:
         ValueError: Naming the option, its value and the remedy.
     """
     option = "--pipeline.model."
-    unavailable = {
-        "use-bilateral-grid": config.use_bilateral_grid,
-        "color-corrected-metrics": config.color_corrected_metrics,
-        "camera-optimizer.mode": config.camera_optimizer.mode != "off",
-    }
-    for name, asked in unavailable.items():
-        if asked:
-            raise ValueError(f"{option}{name} is not available in splaxel yet: leave it out, or train with splatfacto")
     choices = {
         "boundary": (config.boundary, get_args(Boundary)),
         "rasterize-mode": (config.rasterize_mode, ("classic", "antialiased")),
+        "strategy": (config.strategy, ("default", "mcmc")),
+        "camera-optimizer.mode": (config.camera_optimizer.mode, ("off", "SO3xR3", "SE3")),
         "background-color": (config.background_color, ("random", "black", "white")),
     }
     for name, (value, allowed) in choices.items():
@@ -47,6 +42,12 @@ def check_config(config: SplaxelModelConfig) -> None:
         "transmittance-stop": (config.transmittance_stop, 0, 0.5),
         "num-downscales": (config.num_downscales, 0, 16),
         "max-gaussians": (config.max_gaussians, 0, 2**31 - 1),
+        "max-gs-num": (config.max_gs_num, 1, 2**31 - 1),
+        "noise-lr": (config.noise_lr, 0, math.inf),
+        "mcmc-min-opacity": (config.mcmc_min_opacity, 0, 0.5),
+        "mcmc-opacity-reg": (config.mcmc_opacity_reg, 0, math.inf),
+        "mcmc-scale-reg": (config.mcmc_scale_reg, 0, math.inf),
+        "grid-shape": (min(config.grid_shape), 1, 256),
         "num-random": (config.num_random, 0, 2**31 - 1),
         "near-plane": (0 if config.near_plane is None else config.near_plane, 0, 1e10),
     }
@@ -86,3 +87,34 @@ def check_state(state: Mapping[str, Any], sh_degree: int) -> None:
             )
     if state["near_plane"].numel() != 1 or not state["near_plane"].isfinite().all():
         raise ValueError(f"The checkpoint is damaged: near_plane is {state['near_plane'].tolist()}")
+
+
+def check_view_parameters(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Refuse a state whose pose corrections or bilateral grids are not those of the model.
+
+    Args:
+        state: The checkpoint's.
+        own: The model's.
+
+    Raises:
+        ValueError: Naming the option that differs.
+    """
+    for name, option, off, on in (
+        ("camera_optimizer.pose_adjustment", "camera-optimizer.mode", "off", "SO3xR3 (or SE3)"),
+        ("bil_grids.grids", "use-bilateral-grid", "False", "True"),
+    ):
+        option = f"--pipeline.model.{option}"
+        if name not in state and name not in own:
+            continue
+        if name not in state or name not in own:
+            used, value = ("without", off) if name not in state else ("with", on)
+            raise ValueError(f"The checkpoint was trained {used} {name.split('.')[0]}: use {option} {value}")
+        theirs, ours = state[name], own[name]
+        shape = list(theirs.shape) if isinstance(theirs, Tensor) else []
+        if shape != list(ours.shape):
+            raise ValueError(
+                f"The checkpoint does not fit: {name} is {shape}, expected {list(ours.shape)}. Its first number counts "
+                "the training views: use the data and the config.yml of the run that wrote it"
+            )
+        if not bool(theirs.isfinite().all()):
+            raise ValueError(f"The checkpoint is damaged: {name} is not finite")

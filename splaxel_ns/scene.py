@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from splaxel_ns import seeding
-from splaxel_ns.model_checks import check_state
+from splaxel_ns.model_checks import check_state, check_view_parameters
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.render import Gaussians, Partitions, partitions_of
 from splaxel_ns.strategy import STATISTICS
@@ -36,6 +36,8 @@ CHECKPOINT_KEYS = (
     "near_plane",
     "device_indicator_param",
 )
+VIEW_PARAMS = ("camera_optimizer.pose_adjustment", "bil_grids.grids", "bil_grids.rgb2gray_weight")
+"""What a model with a camera optimiser or bilateral grids also has, one row per training view (the last one apart)."""
 TREE = ("axis", "threshold", "children")
 
 
@@ -217,10 +219,11 @@ class PartitionedGaussians(SplatfactoModel):
             assign: As for `torch.nn.Module`.
 
         Raises:
-            ValueError: Not the state of a splaxel model of this SH degree.
+            ValueError: Not the state of a splaxel model of this SH degree and these options.
         """
-        state = {key: value for key, value in dict.items() if key in CHECKPOINT_KEYS or strict}
+        state = {key: value for key, value in dict.items() if key in CHECKPOINT_KEYS + VIEW_PARAMS or strict}
         check_state(state, self.config.sh_degree)
+        check_view_parameters(state, self.state_dict())
         tree = PartitionTree.from_state_dict({name: state[f"tree_{name}"] for name in TREE})
         if tree.num_partitions != self.config.num_partitions:
             self._say_once(

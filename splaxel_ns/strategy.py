@@ -8,7 +8,7 @@ Shapes: N Gaussians, H x W pixels.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gsplat.strategy import DefaultStrategy
@@ -16,6 +16,9 @@ from gsplat.strategy.ops import duplicate, remove, reset_opa, split
 from torch import Tensor
 
 from splaxel_ns.render import screen_radii
+
+if TYPE_CHECKING:
+    from splaxel_ns.model import SplaxelModelConfig
 
 STATISTICS = ("grad2d", "count", "radii")
 
@@ -81,6 +84,40 @@ class SplaxelStrategy(DefaultStrategy):
     """Growth stops at this many Gaussians, the largest gradients first; 0: no limit."""
     seed: int = 0
     """Splitting draws from a generator seeded with this and the step, so a resumed run draws the same."""
+
+    @classmethod
+    def of(cls, config: SplaxelModelConfig, num_views: int) -> SplaxelStrategy:
+        """The strategy a model's configuration asks for.
+
+        Args:
+            config: The model's.
+            num_views: Training views, the images of an epoch.
+        """
+        reset_every = config.reset_alpha_every * config.refine_every
+        return cls(
+            prune_opa=config.cull_alpha_thresh,
+            grow_grad2d=config.densify_grad_thresh,
+            grow_scale3d=config.densify_size_thresh,
+            grow_scale2d=config.split_screen_size,
+            prune_scale3d=config.cull_scale_thresh,
+            prune_scale2d=config.cull_screen_size,
+            refine_scale2d_stop_iter=config.stop_screen_size_at,
+            refine_start_iter=config.warmup_length,
+            refine_stop_iter=config.stop_split_at,
+            reset_every=reset_every,
+            refine_every=config.refine_every,
+            # splatfacto's rule (an epoch, however long) ends densification for good where an epoch is longer than the
+            # interval between two resets.
+            pause_refine_after_reset=min(num_views, reset_every // 2),
+            absgrad=config.use_absgrad,
+            max_gaussians=config.max_gaussians,
+            seed=config.seed,
+        )
+
+    @property
+    def uses_grad(self) -> bool:
+        """Whether `update` asks for the gradient of means2d itself rather than its absolute sums."""
+        return not self.absgrad
 
     def step_post_backward(
         self, params: Any, optimizers: Any, state: dict[str, Any], step: int, info: dict[str, Any], packed: bool = False

@@ -345,6 +345,7 @@ class SplaxelTrainer(Trainer):
                 f"The checkpoint has optimisers for {', '.join(sorted(loaded['optimizers']))}, this configuration for "
                 f"{', '.join(sorted(names))}: continue with the flags of the run that wrote it."
             )
+        self._require_same_views(loaded, names)
         try:
             self.optimizers.load_optimizers(loaded["optimizers"])
             if self.config.load_scheduler:
@@ -357,6 +358,15 @@ class SplaxelTrainer(Trainer):
                 "with the flags and the data of the run that wrote it."
             ) from error
         self._loaded_generators = loaded["generators"]
+
+    def _require_same_views(self, loaded: dict[str, Any], names: set[str]) -> None:
+        """Pose corrections and bilateral grids belong to one training view each."""
+        per_view = sorted(names & {"camera_opt", "bilateral_grid"})
+        if per_view and loaded["datamanager"].get("views") != self.pipeline.datamanager.state_dict().get("views"):
+            raise ValueError(
+                f"The training views are not those of the checkpoint, and each of them has its own part of "
+                f"{' and '.join(per_view)}: continue with the data of the run that wrote it."
+            )
 
     def _require_same_batch(self, batch_size: int) -> None:
         if batch_size != self.batch_size:

@@ -117,9 +117,10 @@ def test_near_plane_follows_the_unit_of_the_scene(unit: float) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_bilateral_grid": True}, "bilateral"),
-        ({"color_corrected_metrics": True}, "color-corrected"),
-        ({"camera_optimizer": CameraOptimizerConfig(mode="SO3xR3")}, "camera-optimizer"),
+        ({"camera_optimizer": CameraOptimizerConfig(mode="so3")}, "camera-optimizer.mode is 'so3'"),  # pyright: ignore
+        ({"strategy": "sampling"}, "strategy"),
+        ({"grid_shape": (16, 0, 8)}, "grid-shape"),
+        ({"max_gs_num": 0}, "max-gs-num"),
         ({"num_partitions": 17}, "num-partitions is 17"),
         ({"boundary": "sharp"}, "boundary"),
         ({"sh_degree": 4}, "sh-degree"),
