@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from splaxel_ns.cuda.region import content_bounds as content_bounds
     from splaxel_ns.cuda.region import region_spans as region_spans
     from splaxel_ns.cuda.region import regions_present as regions_present
+    from splaxel_ns.cuda.saturation import SaturationCounts as SaturationCounts
+    from splaxel_ns.cuda.saturation import pack_bits as pack_bits
+    from splaxel_ns.cuda.saturation import unpack_bits as unpack_bits
+    from splaxel_ns.cuda.saturation import update_saturation as update_saturation
     from splaxel_ns.cuda.splats import composite as composite
     from splaxel_ns.cuda.splats import l1_ssim as l1_ssim
     from splaxel_ns.cuda.splats import project as project
@@ -26,6 +30,10 @@ _HOME = {
     "content_bounds": "region",
     "region_spans": "region",
     "regions_present": "region",
+    "SaturationCounts": "saturation",
+    "pack_bits": "saturation",
+    "unpack_bits": "saturation",
+    "update_saturation": "saturation",
     "composite": "splats",
     "l1_ssim": "splats",
     "project": "splats",

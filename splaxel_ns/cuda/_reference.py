@@ -37,11 +37,13 @@ def rasterize_partials(
     width: int,
     boundary: str = "filter",
     stop: float = 1e-4,
+    saturated: Tensor | None = None,  # [Q, H, W] bool
     tolerance: float = 1e-4,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Partial images as `splaxel_ns.cuda.rasterize_partials` defines them, in the type of `means2d`.
 
     Args:
+        saturated: pixels that a participant leaves out, unpacked here.
         tolerance: relative distance from a threshold below which a pixel is reported as doubtful.
 
     Returns:
@@ -71,7 +73,7 @@ def rasterize_partials(
 
     results = []
     regions = _regions(spans, width)  # [P, H, W]
-    for partition in order:
+    for index, partition in enumerate(order):
         own = (owner == partition)[:, None, None]
         if boundary == "exact":
             drawn = leaves == partition
@@ -80,9 +82,8 @@ def rasterize_partials(
             drawn = own & ~((leaves != partition) & elsewhere)
         else:
             drawn = own.expand_as(touches)
-        results.append(
-            _blend(raw, touches & drawn & regions[partition], depths, colors, stop, near_threshold, tolerance)
-        )
+        rendered = regions[partition] if saturated is None else regions[partition] & ~saturated[index]
+        results.append(_blend(raw, touches & drawn & rendered, depths, colors, stop, near_threshold, tolerance))
     if not results:
         empty = pixels.new_zeros(0, height, width)
         return pixels.new_zeros(0, height, width, 3), empty, empty, empty.bool()

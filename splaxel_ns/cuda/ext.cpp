@@ -41,14 +41,14 @@ TORCH_LIBRARY(splaxel, m) {
   m.def(
       "rasterize_partials(Tensor means2d, Tensor depths, Tensor conics, Tensor opacities, Tensor colors, "
       "Tensor extents, Tensor owner, Tensor means, Tensor? reach, Tensor viewmat, Tensor K, Tensor axis, "
-      "Tensor threshold, Tensor children, Tensor lo, Tensor hi, Tensor order, Tensor spans, int width, "
-      "int boundary, float stop, bool count_clipped) -> (Tensor colors, Tensor depths, Tensor transmittances, "
+      "Tensor threshold, Tensor children, Tensor lo, Tensor hi, Tensor order, Tensor spans, Tensor? saturated, "
+      "int width, int boundary, float stop, bool count_clipped) -> (Tensor colors, Tensor depths, Tensor transmittances, "
       "Tensor records, Tensor pair_records, Tensor pair_masks, Tensor item_pairs, Tensor item_offsets, "
       "Tensor tile_offsets, Tensor stats)");
   m.def(
       "rasterize_partials_backward(Tensor conics, Tensor opacities, Tensor viewmat, Tensor K, Tensor axis, "
-      "Tensor threshold, Tensor children, Tensor lo, Tensor hi, Tensor order, Tensor spans, int width, int boundary, "
-      "float stop, Tensor records, Tensor pair_records, Tensor pair_masks, Tensor item_pairs, Tensor item_offsets, "
+      "Tensor threshold, Tensor children, Tensor lo, Tensor hi, Tensor order, Tensor spans, Tensor? saturated, int width, "
+      "int boundary, float stop, Tensor records, Tensor pair_records, Tensor pair_masks, Tensor item_pairs, Tensor item_offsets, "
       "Tensor tile_offsets, Tensor v_colors, Tensor v_depths, Tensor v_transmittances, bool absgrad) -> "
       "(Tensor v_means2d, Tensor v_depths, Tensor v_conics, Tensor v_opacities, Tensor v_colors, Tensor absgrad)");
   // Content boxes and pixel regions of the partitions; see cuda/region.py.
@@ -87,6 +87,10 @@ TORCH_LIBRARY(splaxel, m) {
   m.def(
       "l1_ssim(Tensor pred, Tensor gt, float ssim_lambda, bool need_grad) -> (Tensor loss, Tensor l1, Tensor ssim, "
       "Tensor v_pred)");
+  // Which (pixel, partition) pairs of a view to leave out from now on; see cuda/saturation.py.
+  m.def(
+      "update_saturation(Tensor transmittances, Tensor slots, Tensor spans, Tensor bits, Tensor budgets, float eps) -> "
+      "(Tensor bits, Tensor budgets, Tensor counts)");
   // The constants of include/common.h, under their names there.
   m.def("thresholds() -> Dict(str, float)", &thresholds);
 }

@@ -91,6 +91,7 @@ def rasterize_partials(
     boundary: Literal["filter", "exact", "none"] = "filter",
     stop: float = 1e-4,
     reach: Tensor | None = None,  # [N, 3], world units
+    saturated: Tensor | None = None,  # [Q, H, ceil(W / 8)] uint8: bit x % 8 of byte x // 8
     absgrad: bool = False,
     count_clipped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, RasterStats]:
@@ -103,12 +104,15 @@ def rasterize_partials(
         stop: a pixel of a partial image is complete once its transmittance is at most this; 0 switches it off.
         reach: half sizes of the world box around each mean within which its pairs lie; by default derived from the
             extents as |R_0j| extent_x depth / fx + |R_1j| extent_y depth / fy.
+        saturated: pixels that a participant leaves out although its region holds them, in the order of `order`; they
+            cost nothing. "filter" goes by the regions alone: it drops the same pairs with and without this.
         absgrad: leave sum over pixels of |dL/dmeans2d| as `means2d.absgrad` [N, 2] in the backward pass, as gsplat.
         count_clipped: fill `RasterStats.clipped_pairs`; slow.
 
     Returns:
         colors [Q, H, W, 3] premultiplied, depths [Q, H, W] (sum of weight times depth), transmittances [Q, H, W], and
-        counts. Outside a participant's region: 0, 0 and 1. Gradients flow to means2d, depths, conics, opacities and
+        counts. Outside a participant's region and where it is saturated: 0, 0 and
+        1. Gradients flow to means2d, depths, conics, opacities and
         colors; which pairs are drawn is taken as given.
 
     Raises:
@@ -125,9 +129,12 @@ def rasterize_partials(
         raise ValueError(f"boundary is {boundary!r}; it must be one of {', '.join(_BOUNDARIES)}.")
     if not 0.0 <= stop < 1.0:
         raise ValueError(f"stop is {stop}; it must be a transmittance in [0, 1), 0 for none.")
+    if saturated is not None:
+        shape = (len(order), spans.shape[1], (width + 7) // 8)
+        saturated = _checked("saturated", saturated, shape, torch.uint8)
     settings = (width, _BOUNDARIES[boundary], float(stop))
     out_colors, out_depths, transmittances, stats = _RasterizePartials.apply(
-        *splats, owner, means, reach, view, settings, absgrad, count_clipped
+        *splats, owner, means, reach, view, saturated, settings, absgrad, count_clipped
     )
     num_splats, num_pairs, dropped, straddling, clipped = stats.tolist()
     return (
@@ -152,14 +159,15 @@ class _RasterizePartials(Function):
         means,
         reach,
         view,
+        saturated,
         settings,
         absgrad,
         clip,
     ):
         out_colors, out_depths, transmittances, *lists, stats = _backend.load().rasterize_partials(
-            means2d, depths, conics, opacities, colors, extents, owner, means, reach, *view, *settings, clip
+            means2d, depths, conics, opacities, colors, extents, owner, means, reach, *view, saturated, *settings, clip
         )
-        ctx.save_for_backward(means2d, conics, opacities, *view, *lists)
+        ctx.save_for_backward(means2d, conics, opacities, saturated, *view, *lists)
         ctx.num_view = len(view)
         ctx.settings = settings
         ctx.absgrad = absgrad
@@ -169,17 +177,17 @@ class _RasterizePartials(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, v_colors, v_depths, v_transmittances, _):
-        means2d, conics, opacities, *rest = ctx.saved_tensors
+        means2d, conics, opacities, saturated, *rest = ctx.saved_tensors
         view, lists = rest[: ctx.num_view], rest[ctx.num_view :]
         v_means2d, v_splat_depths, v_conics, v_opacities, v_splat_colors, absolute = (
             _backend.load().rasterize_partials_backward(
-                conics, opacities, *view, *ctx.settings, *lists, v_colors.contiguous(), v_depths.contiguous(),
-                v_transmittances.contiguous(), ctx.absgrad,
+                conics, opacities, *view, saturated, *ctx.settings, *lists, v_colors.contiguous(),
+                v_depths.contiguous(), v_transmittances.contiguous(), ctx.absgrad,
             )
         )  # fmt: skip
         if ctx.absgrad:
             means2d.absgrad = absolute
-        return v_means2d, v_splat_depths, v_conics, v_opacities, v_splat_colors, *[None] * 8
+        return v_means2d, v_splat_depths, v_conics, v_opacities, v_splat_colors, *[None] * 9
 
 
 def _checked_splats(

@@ -136,6 +136,30 @@ Block<TileRegion> tile_regions(
   return regions;
 }
 
+Block<TileRegion> unsaturated_regions(const uint8_t* saturated, const RasterArgs& args) {
+  const int64_t tiles = static_cast<int64_t>(args.tiles_x) * args.tiles_y;
+  const int row_bytes = (args.width + 7) / 8;
+  auto regions = uninitialised<TileRegion>(args.num_participants * tiles);
+  for (int q = 0; q < args.num_participants; ++q) {
+    TileRegion* drawn = regions.get() + q * tiles;
+    std::copy(args.region + args.order[q] * tiles, args.region + (args.order[q] + 1) * tiles, drawn);
+    for (int y = 0; y < args.height; ++y) {
+      const uint8_t* row = saturated + (static_cast<int64_t>(q) * args.height + y) * row_bytes;
+      const int line = y % kTile / kBlock * (kTile / kBlock), shift = y % kBlock * kBlock;
+      for (int byte = 0; byte < row_bytes; ++byte) {
+        if (row[byte] == 0) continue;
+        // Eight pixels are the rows of two blocks of one tile.
+        static_assert(kTile % 8 == 0 && kBlock == 4);
+        const int x = 8 * byte;
+        uint16_t* blocks = drawn[static_cast<int64_t>(y / kTile) * args.tiles_x + x / kTile].block;
+        blocks[line + x % kTile / kBlock] &= static_cast<uint16_t>(~((row[byte] & 15u) << shift));
+        blocks[line + x % kTile / kBlock + 1] &= static_cast<uint16_t>(~((row[byte] >> 4 & 15u) << shift));
+      }
+    }
+  }
+  return regions;
+}
+
 Items list_items(
     const BinInput& in, const RasterArgs& args, const std::function<SplatRecord*(int64_t)>& allocate) {
   const int chunks = chunks_for(in.num_gaussians, in.threads, kLeastItems);
@@ -255,7 +279,7 @@ Pairs count_pairs(
   for (int q = 0; q < args.num_participants; ++q)
     for (int64_t tile = 0; tile < tiles; ++tile) {
       uint32_t any = 0;
-      for (const uint16_t block : args.region[args.order[q] * tiles + tile].block) any |= block;
+      for (const uint16_t block : args.drawn_by(q, tile).block) any |= block;
       pairs.job_renders[q * tiles + tile] = any != 0;
     }
   pairs.tile_counts = uninitialised<int32_t>(pairs.chunks * jobs);

@@ -52,12 +52,16 @@ struct Items {
 struct Pairs {
   int64_t count = 0;
   Block<int32_t> tile_counts;  // [chunks, jobs], then where each chunk's pairs of each job start
-  Block<uint8_t> job_renders;  // [jobs]: the participant's region has pixels in the tile
+  Block<uint8_t> job_renders;  // [jobs]: the participant draws pixels of the tile
   int chunks = 1;
 };
 
 // The pixels that each partition renders, by tile. spans [P, H, 2].
 Block<TileRegion> tile_regions(const int32_t* spans, int num_partitions, const RasterArgs& args, int threads);
+
+// Of those, what the participants draw: all but the pixels set in saturated [Q, H, bytes of a row], bit x % 8 of byte
+// x / 8. args.region and args.order are filled in.
+Block<TileRegion> unsaturated_regions(const uint8_t* saturated, const RasterArgs& args);
 
 // Lists the items in order of their Gaussians. allocate(M) says where their records go.
 Items list_items(

@@ -69,13 +69,13 @@ Tensor pooled(at::IntArrayRef sizes, at::ScalarType type) {
 // What forward and backward both derive from the view and the partition.
 struct Setup {
   RasterArgs args{};
-  Block<TileRegion> regions;
+  Block<TileRegion> regions, drawn;
   int threads;
 
   Setup(
       const Tensor& viewmat, const Tensor& intrinsics, const Tensor& axis, const Tensor& threshold,
       const Tensor& children, const Tensor& lo, const Tensor& hi, const Tensor& order, const Tensor& spans,
-      int64_t width, int64_t boundary, double stop)
+      const std::optional<Tensor>& saturated, int64_t width, int64_t boundary, double stop)
       : threads(std::max(at::get_num_threads(), 1)) {
     args.width = static_cast<int>(width);
     args.height = static_cast<int>(spans.size(1));
@@ -89,6 +89,10 @@ struct Setup {
     args.order = ints(order);
     regions = tile_regions(ints(spans), args.tree.num_partitions, args, threads);
     args.region = regions.get();
+    if (saturated.has_value()) {
+      drawn = unsaturated_regions(saturated->const_data_ptr<uint8_t>(), args);
+      args.drawn = drawn.get();
+    }
   }
 };
 
@@ -110,8 +114,8 @@ Forward rasterize_partials(
     const Tensor& extents, const Tensor& owner, const Tensor& means, const std::optional<Tensor>& reach,
     const Tensor& viewmat, const Tensor& intrinsics, const Tensor& axis, const Tensor& threshold,
     const Tensor& children, const Tensor& lo, const Tensor& hi, const Tensor& order, const Tensor& spans,
-    int64_t width, int64_t boundary, double stop, bool count_clipped_pairs) {
-  Setup setup(viewmat, intrinsics, axis, threshold, children, lo, hi, order, spans, width, boundary, stop);
+    const std::optional<Tensor>& saturated, int64_t width, int64_t boundary, double stop, bool count_clipped_pairs) {
+  Setup setup(viewmat, intrinsics, axis, threshold, children, lo, hi, order, spans, saturated, width, boundary, stop);
   RasterArgs& args = setup.args;
   BinInput in;
   in.num_gaussians = means2d.size(0);
@@ -253,11 +257,12 @@ using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 Backward rasterize_partials_backward(
     const Tensor& conics, const Tensor& opacities, const Tensor& viewmat, const Tensor& intrinsics, const Tensor& axis,
     const Tensor& threshold, const Tensor& children, const Tensor& lo, const Tensor& hi, const Tensor& order,
-    const Tensor& spans, int64_t width, int64_t boundary, double stop, const Tensor& records,
+    const Tensor& spans, const std::optional<Tensor>& saturated, int64_t width, int64_t boundary, double stop,
+    const Tensor& records,
     const Tensor& pair_records, const Tensor& pair_masks, const Tensor& item_pairs, const Tensor& item_offsets,
     const Tensor& tile_offsets, const Tensor& v_colors, const Tensor& v_depths, const Tensor& v_transmittances,
     bool absgrad) {
-  Setup setup(viewmat, intrinsics, axis, threshold, children, lo, hi, order, spans, width, boundary, stop);
+  Setup setup(viewmat, intrinsics, axis, threshold, children, lo, hi, order, spans, saturated, width, boundary, stop);
   RasterArgs& args = setup.args;
   args.records = reinterpret_cast<const SplatRecord*>(floats(records));
   args.tile_offsets = ints(tile_offsets);

@@ -32,7 +32,8 @@ struct RasterArgs {
   RayCamera camera;
   Tree tree;
   const int32_t* order;          // [Q] partitions
-  const TileRegion* region;      // [P, tiles]
+  const TileRegion* region;      // [P, tiles]: which pixels a partition renders, as far as the boxes say
+  const TileRegion* drawn;       // [Q, tiles]: what a participant draws of it; null: all
   const SplatRecord* records;    // [M]
   const int32_t* tile_offsets;   // [Q * tiles + 1] into the pairs
   const int32_t* pair_records;   // [pairs] indices into records, nearest first within a job
@@ -45,6 +46,10 @@ struct RasterArgs {
   bool absgrad;
 
   SPLAXEL_INLINE int64_t num_jobs() const { return static_cast<int64_t>(num_participants) * tiles_x * tiles_y; }
+  SPLAXEL_INLINE const TileRegion& drawn_by(int participant, int64_t tile) const {
+    const int64_t tiles = static_cast<int64_t>(tiles_x) * tiles_y;
+    return drawn != nullptr ? drawn[participant * tiles + tile] : region[order[participant] * tiles + tile];
+  }
 };
 
 // What one thread of a pass needs; aligned so that threads share no cache line.

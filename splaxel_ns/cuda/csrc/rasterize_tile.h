@@ -146,7 +146,7 @@ void forward_tile(const RasterArgs& args, int participant, int tile, RasterScrat
   const int tiles = args.tiles_x * args.tiles_y;
   const int partition = args.order[participant];
   const int64_t job = static_cast<int64_t>(participant) * tiles + tile;
-  const TileRegion& region = args.region[static_cast<int64_t>(partition) * tiles + tile];
+  const TileRegion& region = args.drawn_by(participant, tile);
   const TileGrid<V> grid(args, tile);
   ForwardTile<V> t;
   uint32_t live_blocks = 0;
@@ -203,7 +203,7 @@ float* replay_tile(const RasterArgs& args, int participant, int tile, const Tile
   const int tiles = args.tiles_x * args.tiles_y;
   const int partition = args.order[participant];
   const int64_t job = static_cast<int64_t>(participant) * tiles + tile;
-  const TileRegion& region = args.region[static_cast<int64_t>(partition) * tiles + tile];
+  const TileRegion& region = args.drawn_by(participant, tile);
   const int32_t begin = args.tile_offsets[job], count = args.tile_offsets[job + 1] - begin;
   const V stop(args.stop);
   V transmittance[kBlocks];
