@@ -266,14 +266,25 @@ class SplaxelModel(PartitionedGaussians):
             obb_box: Only Gaussians inside it are drawn.
         """
         self.set_crop(obb_box)
-        shown = self.shown_partition
-        if shown is None or not in_viewer():
-            return self.get_outputs(camera)
-        view = self.view_of(camera)
+        try:
+            return self._outputs_for_viewer(camera) if in_viewer() else self.get_outputs(camera)
+        finally:
+            self.set_crop(None)  # training's evaluation also calls `get_outputs` directly
+
+    def _outputs_for_viewer(self, camera: Cameras) -> dict[str, Any]:
+        """What the viewer's panel asks for: the whole picture, or one partition's partial image over black."""
+        empty = torch.zeros(int(camera.height.flatten()[0]), int(camera.width.flatten()[0]))
         black = torch.zeros(3)
+        try:
+            view = self.view_of(camera)
+        except ValueError as error:  # raised, it would end the viewer's thread
+            self._say_once("lens", f"[yellow]{error}")
+            return self._outputs(empty[..., None].expand(-1, -1, 3), empty, empty, black)
+        shown = self.shown_partition
+        if shown is None:
+            return self.get_outputs(camera)
         rendered = self.render(view, black)
         if shown not in rendered.plan.order:
-            empty = torch.zeros(view.height, view.width)
             return self._outputs(empty[..., None].expand(-1, -1, 3), empty, empty, black)
         index = rendered.plan.order.index(shown)
         partials = rendered.partials

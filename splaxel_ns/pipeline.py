@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.cuda.amp.grad_scaler import GradScaler
 
+from splaxel_ns.cuda import _backend
 from splaxel_ns.viewer_panel import PartitionPanel
 
 if TYPE_CHECKING:
@@ -65,11 +66,13 @@ class SplaxelPipeline(VanillaPipeline):
             f"splaxel renders on the CPU (threads: {torch.get_num_threads()})"
             + (": it has no CUDA kernels yet, the GPU stays unused." if has_gpu else ".")
         )
+        # Compiled here, if need be: the viewer's first picture would be drawn in its thread, which an error ends.
+        _backend.load()
         # A world of one: the stock pipeline would wrap the model in DistributedDataParallel on the GPU `local_rank`.
         super().__init__(config, "cpu", test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         self.world_size = world_size
         self.model.set_training_views(self.datamanager.train_dataset.cameras, self.datamanager.config.batch_size)
-        self.panel = PartitionPanel(self.model)
+        self.partitions = PartitionPanel(self.model)
         self._protocol_printed = False
 
     @property
@@ -240,7 +243,7 @@ class SplaxelPipeline(VanillaPipeline):
             self.model.load_state_dict(model_state, strict=True)
         except RuntimeError as error:
             raise ValueError(f"The checkpoint does not fit this model: {error}") from error
-        self.panel = PartitionPanel(self.model)  # its list of partitions follows the boxes just loaded
+        self.partitions = PartitionPanel(self.model)  # its list of partitions follows the boxes just loaded
 
 
 def _checked_state(loaded_state: Any, step: Any) -> dict[str, Tensor]:

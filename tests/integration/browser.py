@@ -84,6 +84,10 @@ class Browser:
         assert "exceptionDetails" not in result or "null" in json.dumps(result), result
         return result["result"].get("value")
 
+    def open(self, url: str) -> None:
+        """Go to another page."""
+        self.call("Page.navigate", url=url)
+
     def text(self) -> str:
         """What the page says."""
         return self.evaluate("document.body.innerText") or ""
