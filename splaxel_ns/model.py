@@ -27,6 +27,7 @@ from splaxel_ns.compositing import expected_depth
 from splaxel_ns.mcmc import SplaxelMCMCStrategy
 from splaxel_ns.model_checks import check_config
 from splaxel_ns.render import Rendered, RenderOptions, render_view, view_info
+from splaxel_ns.saturation import GIB, SaturationMasks
 from splaxel_ns.scene import PartitionedGaussians
 from splaxel_ns.strategy import RefineReport, SplaxelStrategy, crosses, derived_seed
 from splaxel_ns.targets import over_background, shrink_mask, shrink_photograph
@@ -69,6 +70,15 @@ class SplaxelModelConfig(SplatfactoModelConfig):
     """mcmc: weight of the mean opacity in the loss."""
     mcmc_scale_reg: float = 0.01
     """mcmc: weight of the mean scale in the loss."""
+    saturation: bool = True
+    """Leave out of a training view what lies behind partitions that are opaque there (paper, section 4.3), from the
+    epoch after it was found. With one partition, or a camera optimiser, there is nothing to leave out."""
+    saturation_threshold: float = 1e-4
+    """saturation: what so little light reaches is saturated."""
+    saturation_every: int = 0
+    """saturation: also take over what was found every so many images. 0: only at the start of an epoch."""
+    saturation_gib: float = 1.0
+    """saturation: memory for what is left out. Views beyond it are drawn in full."""
     transmittance_stop: float = 1e-4
     """A pixel is finished once so little light from behind would reach it. 0: never."""
     seed: int = 42
@@ -120,6 +130,9 @@ class SplaxelModel(PartitionedGaussians):
             else SplaxelStrategy.of(config, self.num_train_data)
         )
         self.strategy_state = self.strategy.initialize_state(scene_scale=1.0)
+        self.saturation = SaturationMasks(config.saturation_threshold, int(config.saturation_gib * GIB))
+        if config.saturation and config.num_partitions > 1 and config.camera_optimizer.mode != "off":
+            CONSOLE.print("Saturated pixels are drawn all the same: the camera optimiser moves the poses every step.")
 
     def participants_for(self, cameras: Cameras) -> list[set[int]]:
         """The partitions with a non-empty region in each training camera's view, for the scheduler.
@@ -136,7 +149,21 @@ class SplaxelModel(PartitionedGaussians):
             if not views:
                 return []
             partitions = self._partitions(self.activated(), views[0])
-        return participants(views, self.tree, partitions.boxes, float(self.near_plane))
+        taking_part = participants(views, self.tree, partitions.boxes, float(self.near_plane))
+        if self.prunes and self.training:
+            for index, view in enumerate(views):
+                taking_part[index] -= set(self.saturation.absent(index, view, self.tree))
+        return taking_part
+
+    @property
+    def prunes(self) -> bool:
+        """Whether saturated pixels are left out of training. Masks belong to poses, which a camera optimiser moves."""
+        return self.config.saturation and self.tree.num_partitions > 1 and self.config.camera_optimizer.mode == "off"
+
+    def take_saturation_snapshot(self, new_epoch: bool) -> None:
+        """Put in force which pixels were found saturated, if a new epoch begins or this one is long."""
+        if self.prunes and (new_epoch or self.saturation.snapshot_due(self.images, self.config.saturation_every)):
+            self.saturation.take_snapshot(self.images)
 
     # Rendering
 
@@ -182,10 +209,15 @@ class SplaxelModel(PartitionedGaussians):
             absgrad=self.strategy.absgrad and self.training,
         )
 
-    def render(self, view: View, background: Tensor) -> Rendered:
+    def render(self, view: View, background: Tensor, index: int | None = None) -> Rendered:
         """Draw a view of all Gaussians, or outside training of those in the crop box.
 
         Boxes are always those of all Gaussians: what `filter` drops depends on them.
+
+        Args:
+            view: The camera.
+            background: Colour behind everything.  # [3]
+            index: Which training view it is, to leave out its saturated pixels; None: leave out nothing.
         """
         gaussians = self.activated()
         partitions = self._partitions(gaussians, view)
@@ -193,7 +225,10 @@ class SplaxelModel(PartitionedGaussians):
             keep = self.crop_box.within(self.means).reshape(-1)  # [N] bool
             gaussians = self.activated(keep)
             partitions = replace(partitions, owner=partitions.owner[keep])
-        rendered = render_view(gaussians, view, partitions, background, self.render_options())
+        mask = None if index is None else self.saturation.mask_of(index, view, self.tree)
+        rendered = render_view(gaussians, view, partitions, background, self.render_options(), mask)
+        if index is not None:
+            self.saturation.update(index, view, rendered.plan, rendered.partials.transmittances, self.tree)
         if self.training and rendered.stats.num_splats == 0:
             self._say_once(
                 "empty",
@@ -216,7 +251,8 @@ class SplaxelModel(PartitionedGaussians):
         """
         view = self.view_of(camera)
         background = self._background_for(camera)
-        rendered = self.render(view, background)
+        index = (camera.metadata or {}).get("cam_idx") if self.training and self.prunes else None
+        rendered = self.render(view, background, index)
         if self.training:
             self.info = view_info(rendered, view) | {"n_cameras": self.batch_size}
             means2d = rendered.splats.means2d
@@ -354,6 +390,8 @@ class SplaxelModel(PartitionedGaussians):
             if self.config.color_corrected_metrics and self.step % COLOR_CORRECTION_EVERY == 0:
                 metrics["cc_psnr"] = loss.psnr(loss.color_corrected(outputs["rgb"], target, mask), target, mask)
             self.camera_optimizer.get_metrics_dict(metrics)
+        if self.training and self.prunes:
+            metrics |= self.saturation.metrics()
         return metrics
 
     @torch.no_grad()
@@ -391,8 +429,13 @@ class SplaxelModel(PartitionedGaussians):
                 [TrainingCallbackLocation.BEFORE_TRAIN_ITERATION],
                 self.step_cb,
                 args=[training_callback_attributes.optimizers],
-            )
+            ),
+            TrainingCallback([TrainingCallbackLocation.AFTER_TRAIN], self._report_saturation),
         ]
+
+    def _report_saturation(self, step: int) -> None:
+        if self.prunes:
+            CONSOLE.print(self.saturation.summary())
 
     def after_backward(self, camera: Cameras | None = None) -> None:
         """Take the densification statistics of the view that was drawn last; its backward pass must be done."""
@@ -415,7 +458,23 @@ class SplaxelModel(PartitionedGaussians):
         report = self.strategy.refine(self.gauss_params, by_name, self.strategy_state, step, self.batch_size)
         if report is not None:
             CONSOLE.print(f"Refinement after {report}")
+            if report.opacities_reset:  # nothing is opaque any more
+                self.saturation.drop()
         return report
+
+    def training_state(self) -> dict[str, Any]:
+        """What resuming needs beside the tensors of `state_dict`: plain numbers and tensors."""
+        return super().training_state() | {"saturation": self.saturation.state_dict()}
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Take over `training_state` of the run that is continued; `load_state_dict` comes first.
+
+        Raises:
+            ValueError: It does not belong to the loaded Gaussians.
+        """
+        super().load_training_state(state)
+        if self.prunes and "saturation" in state:
+            self.saturation.load_state_dict(state["saturation"])
 
     def update_to_step(self, step: int) -> None:
         """Where a loaded checkpoint stands."""

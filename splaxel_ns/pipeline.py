@@ -92,7 +92,9 @@ class SplaxelPipeline(VanillaPipeline):
         Raises:
             FloatingPointError: A view's loss is not finite; the message names step and view.
         """
-        if self.datamanager.new_epoch_next(step):
+        new_epoch = self.datamanager.new_epoch_next(step)
+        self.model.take_saturation_snapshot(new_epoch)
+        if new_epoch:
             # Participants decide which views may share a bucket; they only change between epochs (design: ranks agree).
             self.datamanager.set_participants(self.model.participants_for(self.datamanager.train_dataset.cameras))
         views = self.datamanager.next_train_batch(step)

@@ -14,6 +14,7 @@ from torch import Tensor
 from splaxel_ns import cuda
 from splaxel_ns.compositing import compose, expected_depth
 from splaxel_ns.partition import PartitionTree
+from splaxel_ns.saturation import ViewMask
 from splaxel_ns.types import Boundary, ContentBoxes, PartialImages, Splats, View, ViewPlan
 from splaxel_ns.visibility import content_boxes, plan_view, view_slope
 
@@ -107,7 +108,12 @@ def project_view(gaussians: Gaussians, view: View, options: RenderOptions) -> Sp
 
 
 def render_view(
-    gaussians: Gaussians, view: View, partitions: Partitions, background: Tensor, options: RenderOptions
+    gaussians: Gaussians,
+    view: View,
+    partitions: Partitions,
+    background: Tensor,
+    options: RenderOptions,
+    mask: ViewMask | None = None,
 ) -> Rendered:
     """Draw one view: project, find the regions, rasterise every participant's partial image, compose.
 
@@ -117,11 +123,14 @@ def render_view(
         partitions: Boxes and owners of these Gaussians.
         background: Colour behind everything.  # [3]
         options: How to draw.
+        mask: Saturated pixels to leave out.
 
     Returns:
         The view. Where no Gaussian is seen it is the background, with zero gradients for all of them.
     """
     plan = plan_view(view, partitions.tree, partitions.boxes, options.near)
+    if mask is not None:
+        plan = mask.applied_to(plan)
     splats = project_view(gaussians, view, options)
     colors, depths, transmittances, stats = cuda.rasterize_partials(
         splats.means2d,
@@ -140,6 +149,7 @@ def render_view(
         view.width,
         boundary=options.boundary,
         stop=options.stop,
+        saturated=plan.saturated,
         absgrad=options.absgrad,
         count_clipped=options.count_clipped,
     )

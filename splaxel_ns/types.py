@@ -59,6 +59,7 @@ class ViewPlan:
 
     order: tuple[int, ...]  # Q partitions with a non-empty region, nearest first
     spans: Tensor  # [P, H, 2] int32: partition p renders columns spans[p, y, 0] <= x < spans[p, y, 1] of row y
+    saturated: Tensor | None = None  # [Q, H, ceil(W / 8)] uint8: bit x % 8 of byte x // 8 leaves out pixel x of a row
 
 
 @dataclass(frozen=True)

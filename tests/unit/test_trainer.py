@@ -72,6 +72,8 @@ class ToyModel(torch.nn.Module):
 
     def update_to_step(self, step: int) -> None: ...
 
+    def take_saturation_snapshot(self, new_epoch: bool) -> None: ...
+
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> Any:  # type: ignore[override]
         self.gauss_params["means"] = torch.nn.Parameter(torch.zeros_like(state["gauss_params.means"]))
         return super().load_state_dict(state, strict)
