@@ -123,7 +123,7 @@ class PartitionTree:
         Returns:
             A permutation of 0..P-1: of two boxes that one ray crosses, the nearer comes first.
         """
-        center = [float(value) for value in cam_center]
+        center = cam_center.tolist() if isinstance(cam_center, Tensor) else list(cam_center)
         axes, thresholds, children = self.axis.tolist(), self.threshold.tolist(), self.children.tolist()
         leaves: list[int] = []
         stack = [0 if axes else ~0]
