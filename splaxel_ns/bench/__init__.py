@@ -7,11 +7,12 @@ import tyro
 
 def entrypoint() -> None:
     """The `splaxel-bench` command."""
+    from splaxel_ns.bench.pictures import Pictures
     from splaxel_ns.bench.quality import Quality
 
     tyro.extras.set_accent_color("bright_yellow")
     try:
-        command = tyro.extras.subcommand_cli_from_dict({"quality": Quality})
+        command = tyro.extras.subcommand_cli_from_dict({"quality": Quality, "pictures": Pictures})
         command.main()
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"splaxel-bench: {error}") from error

@@ -50,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     where = ("--output-dir", str(folder), "--experiment-name", "aerial", "--timestamp", "run")
     process = start_command("ns-train", "splaxel", *FLAGS, *where, "--data", str(SCENE))
     try:
-        output, _ = process.communicate(timeout=180)
+        output, _ = process.communicate(timeout=600)
     finally:
         process.kill()
     return Trained(folder / "aerial" / "splaxel" / "run" / "config.yml", process.returncode, output)
