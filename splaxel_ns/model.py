@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from nerfstudio.cameras.camera_optimizers import CameraOptimizer
@@ -16,7 +16,6 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
 from nerfstudio.model_components.lib_bilagrid import BilateralGrid, total_variation_loss
-from nerfstudio.models.splatfacto import SplatfactoModelConfig
 from nerfstudio.utils.colors import get_color
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
@@ -26,12 +25,13 @@ from splaxel_ns import loss
 from splaxel_ns.compositing import expected_depth
 from splaxel_ns.mcmc import SplaxelMCMCStrategy
 from splaxel_ns.model_checks import check_config
+from splaxel_ns.model_options import SplaxelModelOptions
 from splaxel_ns.render import Rendered, RenderOptions, render_view, view_info
 from splaxel_ns.saturation import GIB, SaturationMasks
 from splaxel_ns.scene import PartitionedGaussians
 from splaxel_ns.strategy import RefineReport, SplaxelStrategy, crosses, derived_seed
 from splaxel_ns.targets import over_background, shrink_mask, shrink_photograph
-from splaxel_ns.types import Boundary, View
+from splaxel_ns.types import View
 from splaxel_ns.visibility import participants
 
 COLOR_CORRECTION_EVERY = 10
@@ -43,46 +43,10 @@ VIEWER_BACKGROUND = torch.tensor([0.1490, 0.1647, 0.2157])
 
 
 @dataclass
-class SplaxelModelConfig(SplatfactoModelConfig):
-    """splatfacto's options, whose intervals and schedules count images here (steps times batch size), and ours."""
+class SplaxelModelConfig(SplaxelModelOptions):
+    """Configuration of `SplaxelModel`."""
 
     _target: type = field(default_factory=lambda: SplaxelModel)
-    num_partitions: int = 1
-    """Convex boxes that space is cut into, 1 to 16. A checkpoint brings its own."""
-    boundary: Boundary = "filter"
-    """Gaussians that straddle two boxes: filter (the paper; drop them on rays where both boxes are rendered), exact (as
-    one model on one device) or none (ablation)."""
-    near_plane: float | None = None
-    """Gaussians nearer to the camera are not drawn, in the scene's unit. None: one hundredth of the depth at which the
-    training cameras see the nearest seed points; kept in the checkpoint."""
-    max_gaussians: int = 0
-    """Growth stops at this many Gaussians, those with the largest gradients first. 0: no limit."""
-    strategy: Literal["default", "mcmc"] = "default"
-    """How Gaussians are grown: default (clone, split and prune by gradients) or mcmc (sampling by opacity, up to
-    max_gs_num; its paper also sets stop_split_at to 25000)."""
-    max_gs_num: int = 1_000_000
-    """mcmc: growth stops at this many Gaussians."""
-    noise_lr: float = 5e5
-    """mcmc: the noise on the means, in parts of their learning rate."""
-    mcmc_min_opacity: float = 0.005
-    """mcmc: Gaussians at or below this opacity are moved to where opaque ones are (cull_alpha_thresh in splatfacto)."""
-    mcmc_opacity_reg: float = 0.01
-    """mcmc: weight of the mean opacity in the loss."""
-    mcmc_scale_reg: float = 0.01
-    """mcmc: weight of the mean scale in the loss."""
-    saturation: bool = True
-    """Leave out of a training view what lies behind partitions that are opaque there (paper, section 4.3), from the
-    epoch after it was found. With one partition, or a camera optimiser, there is nothing to leave out."""
-    saturation_threshold: float = 1e-4
-    """saturation: what so little light reaches is saturated."""
-    saturation_every: int = 0
-    """saturation: also take over what was found every so many images. 0: only at the start of an epoch."""
-    saturation_gib: float = 1.0
-    """saturation: memory for what is left out. Views beyond it are drawn in full."""
-    transmittance_stop: float = 1e-4
-    """A pixel is finished once so little light from behind would reach it. 0: never."""
-    seed: int = 42
-    """Seed of the random backgrounds (a function of seed, step and view) and of splitting."""
 
 
 def in_viewer() -> bool:
