@@ -52,11 +52,11 @@ class ViewMask:
             and torch.equal(self.K, view.K.detach())
         )
 
-    def same_pairs(self, other: ViewMask | None) -> bool:
-        """Whether another mask of the same view has the same bits and budgets."""
+    def says_the_same(self, other: ViewMask | None) -> bool:
+        """Whether another mask of the same view leaves out the same, with the same budgets."""
         return (
             other is not None
-            and self.partitions == other.partitions
+            and (self.partitions, self.absent) == (other.partitions, other.absent)
             and torch.equal(self.bits, other.bits)
             and all(torch.equal(a, b) for a, b in zip(self.budgets, other.budgets, strict=True))
         )
@@ -207,7 +207,7 @@ class SaturationMasks:
     def _keep(self, index: int, before: ViewMask | None, mask: ViewMask | None) -> None:
         """Let a view's new mask wait for the next snapshot, if there is room."""
         self._forget_waiting(index)
-        if mask is not None and mask.same_pairs(before):
+        if mask is not None and mask.says_the_same(before):
             mask = before  # no second copy
         elif mask is not None and self.num_bytes + mask.num_bytes > self.limit:
             mask = None

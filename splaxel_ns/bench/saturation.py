@@ -1,0 +1,212 @@
+"""What leaving out saturated pixels costs in quality and saves in work: paired runs with and without it.
+
+Two scenes: one on disk, and two textured walls, one behind the other, of which the front one hides most of the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from nerfstudio.utils.rich_utils import CONSOLE
+from PIL import Image
+from torch import Tensor
+
+from splaxel_ns.bench.results import write_result
+from splaxel_ns.render import rasterize
+
+WALL_DISTANCE = 6.0
+"""Between the two walls, which are 4 x 4: the first cut of the KD-tree separates them."""
+
+
+@dataclass
+class Saturation:
+    """Train with and without saturation: PSNR, pruned share, flip rate, pairs and time per step."""
+
+    json: Path
+    """Result file."""
+    data: Path | None = None
+    """A scene (MatrixCity layout). None: two opaque walls, one behind the other."""
+    steps: int = 800
+    """Training steps of each run."""
+    num_partitions: int = 4
+    """Partitions of each run."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One paired comparison per seed."""
+    scale: float = 0.5
+    """Photographs are made smaller by this factor."""
+    max_gaussians: int = 40_000
+    """Growth stops there."""
+    reset_alpha_every: int = 30
+    """As of the model: opacities are reset every so many refinements, which drops all masks."""
+
+    def main(self) -> None:
+        runs: list[dict[str, Any]] = []
+        with tempfile.TemporaryDirectory() as folder:
+            data = self.data
+            if data is None:
+                data = Path(folder) / "walls"
+                write_walls(data)
+            for seed in self.seeds:
+                for saturation in (False, True):
+                    runs.append(self._run(data, Path(folder), seed, saturation))
+                    CONSOLE.print({key: round(value, 4) for key, value in runs[-1].items()})
+        differences = [on["psnr"] - off["psnr"] for off, on in zip(runs[::2], runs[1::2], strict=True)]
+        summary = {
+            "psnr_difference": statistics.mean(differences),
+            "psnr_differences": differences,
+            "pruned_share": statistics.mean(run["pruned_share"] for run in runs[1::2]),
+            "flip_rate": statistics.mean(run["flip_rate"] for run in runs[1::2]),
+            "milliseconds_off": statistics.mean(run["milliseconds"] for run in runs[::2]),
+            "milliseconds_on": statistics.mean(run["milliseconds"] for run in runs[1::2]),
+        }
+        scene = "two walls" if self.data is None else str(self.data)
+        settings = {"steps": self.steps, "partitions": self.num_partitions, "scale": self.scale}
+        write_result(self.json, {"scene": scene, **settings, "summary": summary, "runs": runs})
+        CONSOLE.print(
+            f"{scene}: PSNR with saturation {summary['psnr_difference']:+.3f} dB "
+            f"({', '.join(f'{value:+.3f}' for value in differences)}), {summary['pruned_share']:.1%} of the pairs left "
+            f"out, flip rate {summary['flip_rate']:.2%}, {summary['milliseconds_off']:.1f} -> "
+            f"{summary['milliseconds_on']:.1f} ms per step"
+        )
+
+    def _run(self, data: Path, folder: Path, seed: int, saturation: bool) -> dict[str, Any]:
+        trainer = self._trainer(data, folder, seed, saturation)
+        model, inner = trainer.pipeline.model, trainer.train_iteration
+        seconds, pairs = [], []
+
+        def timed(step: int) -> Any:
+            start = time.perf_counter()
+            result = inner(step)
+            seconds.append(time.perf_counter() - start)
+            return result
+
+        render = model.render
+
+        def counted(*args: Any) -> Any:
+            rendered = render(*args)
+            pairs.append(rendered.stats.num_pairs)
+            return rendered
+
+        trainer.train_iteration, model.render = timed, counted
+        trainer.train()
+        model.render = render
+        late = self.steps // 3  # the last third: by then the walls are opaque
+        counts = model.saturation.last_epoch
+        psnr = trainer.pipeline.get_average_eval_image_metrics()["psnr"]
+        return {
+            "seed": seed,
+            "saturation": saturation,
+            "psnr": psnr,
+            "gaussians": model.num_points,
+            "pruned_share": counts.pruned_share,
+            "flip_rate": counts.flip_rate,
+            "mask_bytes": model.saturation.num_bytes,
+            "splat_tile_pairs": statistics.mean(pairs[-late:]),
+            # Others may use the machine: the fastest quarter of the steps.
+            "milliseconds": 1e3 * statistics.mean(sorted(seconds[-late:])[: max(1, late // 4)]),
+        }
+
+    def _trainer(self, data: Path, folder: Path, seed: int, saturation: bool) -> Any:
+        from splaxel_ns.config import splaxel
+
+        config: Any = copy.deepcopy(splaxel.config)
+        config.max_num_iterations = self.steps
+        config.machine.seed = config.pipeline.model.seed = seed
+        config.vis = "tensorboard"
+        config.output_dir = folder
+        config.experiment_name, config.timestamp = "saturation", f"{seed}_{saturation}"
+        config.steps_per_eval_image = config.steps_per_eval_batch = config.steps_per_eval_all_images = 10**9
+        config.steps_per_save = 10**9
+        config.logging.steps_per_log = max(1, self.steps // 4)
+        config.optimizers["means"]["scheduler"].max_steps = self.steps
+        manager, model = config.pipeline.datamanager, config.pipeline.model
+        if self.data is None:
+            manager.dataparser = NerfstudioDataParserConfig(
+                orientation_method="none", center_method="none", auto_scale_poses=False, eval_interval=8,
+                eval_mode="interval", load_3D_points=True,
+            )  # fmt: skip
+        manager.data = data
+        manager.train_cameras_sampling_seed = seed
+        manager.camera_res_scale_factor = self.scale
+        model.num_partitions = self.num_partitions
+        model.max_gaussians = self.max_gaussians
+        model.num_downscales = 0
+        model.cull_alpha_thresh = 0.005
+        model.reset_alpha_every = self.reset_alpha_every
+        model.saturation = saturation
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        trainer = config.setup(local_rank=0, world_size=1)
+        trainer.setup()
+        return trainer
+
+
+def wall(distance: float, side: float, seed: int, layers: int = 4) -> tuple[Tensor, Tensor]:
+    """Points [N, 3] of a thick wall across the z axis and their colours [N, 3] in 0..1."""
+    steps = torch.arange(-side / 2, side / 2, 0.08)
+    grid = torch.cartesian_prod(steps, steps, torch.arange(layers) * 0.04)
+    points = torch.stack([grid[:, 0], grid[:, 1], -distance - grid[:, 2]], dim=1)
+    waves = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(seed)) * 3
+    phases = torch.einsum("ni,cik->nck", points[:, :2], waves)
+    return points, (0.5 + 0.45 * torch.sin(phases).mean(dim=-1) * 1.5).clamp(0, 1)
+
+
+def write_walls(folder: Path, num_views: int = 40, width: int = 240, height: int = 180) -> None:
+    """Photographs of two walls, drawn by our own rasteriser, with poses and seed points in nerfstudio's layout."""
+    front, behind = wall(0.0, 4.0, 1), wall(WALL_DISTANCE, 8.0, 2)
+    means, colors = torch.cat([front[0], behind[0]]), torch.cat([front[1], behind[1]])
+    window = (means[:, 2] > -1) & (means[:, 0] > 0.8) & (means[:, 1].abs() < 0.7)  # through which the other is seen
+    means, colors = means[~window], colors[~window]
+    num = len(means)
+    focal = 0.9 * width
+    K = torch.tensor([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1.0]])
+    (folder / "images").mkdir(parents=True)
+    frames = []
+    for index in range(num_views):
+        angle = 2 * np.pi * index / num_views
+        eye = torch.tensor([1.2 * np.cos(angle), 0.8 * np.sin(angle), 3.0], dtype=torch.float32)
+        pose = looking_at_origin(eye)
+        to_cam = torch.linalg.inv(pose @ torch.diag(torch.tensor([1.0, -1, -1, 1])))
+        rgb, *_ = rasterize(
+            means, torch.tensor([1.0, 0, 0, 0]).repeat(num, 1), torch.full((num, 3), 0.05), torch.full((num,), 0.95),
+            (colors - 0.5)[:, None] / 0.28209479177387814, to_cam, K, width, height, torch.zeros(3),
+        )  # fmt: skip
+        name = f"images/{index:03d}.png"
+        Image.fromarray((rgb.clamp(0, 1) * 255).round().byte().numpy()).save(folder / name)
+        frames.append({"file_path": name, "transform_matrix": pose.tolist()})
+    write_points(folder / "points.ply", means[::3], colors[::3])
+    lens = {"fl_x": focal, "fl_y": focal, "cx": width / 2, "cy": height / 2, "w": width, "h": height}
+    content = {"camera_model": "OPENCV", **lens, "ply_file_path": "points.ply", "frames": frames}
+    (folder / "transforms.json").write_text(json.dumps(content))
+
+
+def looking_at_origin(eye: Tensor) -> Tensor:  # [3] -> [4, 4]
+    """Camera to world, OpenGL axes, y up."""
+    back = eye / eye.norm()
+    right = torch.linalg.cross(torch.tensor([0.0, 1.0, 0.0]), back)
+    right = right / right.norm()
+    pose = torch.eye(4)
+    pose[:3] = torch.stack([right, torch.linalg.cross(back, right), back, eye], dim=1)
+    return pose
+
+
+def write_points(path: Path, points: Tensor, colors: Tensor) -> None:
+    """A PLY file of coloured points."""
+    fields = "".join(f"property float {axis}\n" for axis in "xyz")
+    fields += "".join(f"property uchar {channel}\n" for channel in ("red", "green", "blue"))
+    rows = [
+        f"{x:.5f} {y:.5f} {z:.5f} {r} {g} {b}"
+        for (x, y, z), (r, g, b) in zip(points.tolist(), (colors * 255).byte().tolist(), strict=True)
+    ]
+    head = f"ply\nformat ascii 1.0\nelement vertex {len(points)}\n{fields}end_header\n"
+    path.write_text(head + "\n".join(rows) + "\n")
