@@ -90,6 +90,7 @@ class Quality:
         config.pipeline.model.num_partitions = num_partitions
         config.pipeline.model.boundary = boundary
         config.pipeline.model.max_gaussians = 40_000
+        config.pipeline.model.saturation = False  # has a benchmark of its own
         config.pipeline.model.num_downscales = 0
         config.pipeline.model.cull_alpha_thresh = 0.005
         config.pipeline.model.stop_split_at = self.steps // 2 if self.grow else 0
