@@ -26,6 +26,7 @@ from splaxel_ns.compositing import expected_depth
 from splaxel_ns.mcmc import SplaxelMCMCStrategy
 from splaxel_ns.model_checks import check_config
 from splaxel_ns.model_options import SplaxelModelOptions
+from splaxel_ns.overlay import Overlay
 from splaxel_ns.render import Rendered, RenderOptions, render_view, view_info
 from splaxel_ns.saturation import GIB, SaturationMasks
 from splaxel_ns.scene import PartitionedGaussians
@@ -77,6 +78,7 @@ class SplaxelModel(PartitionedGaussians):
         self.info: dict[str, Any] = {}
         self.crop_box: OrientedBox | None = None
         self.shown_partition: int | None = None
+        self.overlay: Overlay | None = None
         self.camera_optimizer: CameraOptimizer = self.config.camera_optimizer.setup(
             num_cameras=self.num_train_data, device="cpu"
         )
@@ -281,6 +283,10 @@ class SplaxelModel(PartitionedGaussians):
             self._say_once("lens", f"[yellow]{error}")
             return self._outputs(empty[..., None].expand(-1, -1, 3), empty, empty, black)
         shown = self.shown_partition
+        if self.overlay is not None:
+            rendered = self.render(view, self._background_for(camera))
+            painted = self.overlay.paint(rendered, shown, self.config.saturation_threshold)
+            return self._outputs(painted, rendered.alpha, rendered.depth, black)
         if shown is None:
             return self.get_outputs(camera)
         rendered = self.render(view, black)

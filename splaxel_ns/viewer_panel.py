@@ -13,10 +13,13 @@ import numpy as np
 import torch
 from nerfstudio.viewer.viewer_elements import ViewerCheckbox, ViewerControl, ViewerDropdown
 
+from splaxel_ns.overlay import Overlay
+
 if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModel
 
 WHOLE_IMAGE = "whole image"
+OVERLAYS = ("none", "regions", "regions and saturation")
 # One closed walk over the 12 edges of a box; corners are numbered by bits (x, y, z), some edges are walked twice.
 EDGE_WALK = (0, 1, 3, 2, 0, 4, 5, 1, 5, 7, 3, 7, 6, 2, 6, 4)
 
@@ -62,12 +65,25 @@ class PartitionPanel(torch.nn.Module):
             cb_hook=lambda element: self.choose(element.value),
             hint="What one partition contributes before composition, over black.",
         )
+        self.overlay = ViewerDropdown(
+            "Overlay",
+            OVERLAYS[0],
+            list(OVERLAYS),
+            cb_hook=lambda element: self.paint(element.value),
+            hint="Each partition's pixels in its colour; grey where partitions in front of it are opaque.",
+        )
         self.scene = ScenePanel(self)
         self._handles: list = []
 
     def choose(self, name: str) -> None:
         """Shows one partition's partial image, or the composed one."""
         self._model[0].shown_partition = None if name == WHOLE_IMAGE else int(name.rsplit(" ", 1)[1])
+
+    def paint(self, name: str) -> None:
+        """Paints the partitions' regions, and where they are saturated, over the picture, or nothing."""
+        model = self._model[0]
+        colors = partition_colors(model.tree.num_partitions)
+        model.overlay = None if name == OVERLAYS[0] else Overlay(colors, saturation=name == OVERLAYS[2])
 
     def draw_boxes(self) -> None:
         """Draws or removes the boxes. Outer faces, which lie at infinity, are drawn where the Gaussians end."""

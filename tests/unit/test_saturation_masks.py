@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from splaxel_ns.checkpoint import plain
 from splaxel_ns.model import SplaxelModel
+from splaxel_ns.overlay import TINT, Overlay
 from splaxel_ns.render import Rendered
 from splaxel_ns.saturation import SaturationMasks
 from splaxel_ns.types import View, ViewPlan
+from splaxel_ns.viewer_panel import OVERLAYS, PartitionPanel
 
 FRONT, BEHIND = 1, 0  # numbers of the two partitions: the cut is across z, the camera looks down from above
 
@@ -196,11 +199,12 @@ def test_dropped_when_opacities_are_reset() -> None:
 def test_nothing_with_one_partition_or_moving_poses_or_switched_off() -> None:
     from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
 
-    for options in (
+    choices: tuple[dict[str, Any], ...] = (
         {"num_partitions": 1},
         {"saturation": False},
         {"camera_optimizer": CameraOptimizerConfig(mode="SO3xR3")},
-    ):
+    )
+    for options in choices:
         model = walls(**options)
         for _ in range(2):
             train_view(model, batch())
@@ -290,6 +294,50 @@ def test_pixels_that_enter_the_region_of_a_hidden_partition() -> None:
     assert masks.absent(7, small, model.tree) == ()
     back = masks.mask_of(7, small, model.tree)
     assert back is not None and sum(len(part) for part in back.budgets) == 40
+
+
+def test_overlay_paints_regions_and_saturated_pixels() -> None:
+    model = walls()
+    rendered = visit(model)
+    rendered = replace(rendered, rgb=rendered.rgb.detach())
+    dark = rendered.partials.transmittances[0] < model.saturation.eps
+    colors = ((255, 0, 0), (0, 255, 0))
+    centre, corner = (HEIGHT // 2, WIDTH // 2), (HEIGHT // 2, 4)
+    assert dark[centre] and not dark[corner]
+    for shown in (BEHIND, FRONT):
+        regions = Overlay(colors, saturation=False).paint(rendered, shown, 1e-4)
+        partial = rendered.partials.colors[rendered.plan.order.index(shown)]
+        tint = TINT * torch.tensor(colors[shown]) / 255
+        torch.testing.assert_close(regions[centre], (1 - TINT) * partial[centre] + tint)
+        both = Overlay(colors, saturation=True).paint(rendered, shown, 1e-4)
+        changed = (both - regions).abs().amax(dim=-1) > 1e-6
+        assert torch.equal(changed, dark) if shown == BEHIND else not changed.any()
+    grey = Overlay(colors, saturation=True).paint(rendered, BEHIND, 1e-4)[centre].detach()
+    assert float(grey.max() - grey.min()) < 1e-6
+    whole = Overlay(colors, saturation=False).paint(rendered, None, 1e-4)
+    mean = TINT * torch.tensor([0.5, 0.5, 0.0])
+    torch.testing.assert_close(whole[centre], (1 - TINT) * rendered.rgb[centre] + mean)
+    hidden = replace(rendered, plan=replace(rendered.plan, order=(FRONT,)))
+    assert not Overlay(colors, saturation=True).paint(hidden, BEHIND, 1e-4).any()
+    empty = replace(rendered.partials, transmittances=rendered.partials.transmittances[:0])
+    nobody = replace(rendered, plan=replace(rendered.plan, order=()), partials=empty)
+    assert torch.equal(Overlay(colors, saturation=True).paint(nobody, None, 1e-4), rendered.rgb)
+
+
+def test_the_panel_chooses_what_the_viewer_paints() -> None:
+    model = walls().eval()
+    panel = PartitionPanel(model)
+    plain_picture = model.get_outputs_for_camera(one_camera())["rgb"]
+    pictures = {}
+    for name in OVERLAYS:
+        panel.paint(name)
+        # The viewer calls from a thread of its own; evaluation, in the main thread, sees no overlay.
+        with ThreadPoolExecutor(1) as viewer:
+            pictures[name] = viewer.submit(model.get_outputs_for_camera, one_camera()).result()["rgb"]
+        assert torch.equal(model.get_outputs_for_camera(one_camera())["rgb"], plain_picture)
+    none, regions, both = pictures.values()
+    assert torch.equal(none, plain_picture)
+    assert not torch.equal(regions, none) and not torch.equal(both, regions)
 
 
 def test_wrong_options() -> None:
