@@ -53,6 +53,8 @@ def random_views(seed: int) -> tuple[Tensor, list[int], Tensor, Tensor, Tensor, 
     drawn = torch.tensor([k for k in range(count) if slots[k] >= 0])
     transmittances = 10 ** (-7 * torch.rand(4, height, width, generator=rng) ** 3)
     transmittances[:, 2:4] = 1.0  # rows that nothing darkens
+    pruned[2:, 5:8] = True  # whole rows, behind the dark and, in one row, behind the light
+    transmittances[0, 5:7], transmittances[:2, 7] = 1e-6, 0.5
     transmittances = torch.where(regions[drawn] & ~pruned[drawn], transmittances, 1.0)
     budgets = torch.randint(0, 256, (count, height, width), generator=rng).to(torch.uint8) * pruned
     return transmittances, slots, spans, regions, pruned, budgets

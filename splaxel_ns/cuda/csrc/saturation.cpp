@@ -38,7 +38,18 @@ struct Result {
   uint8_t* budgets;  // [K, H, W], set where a bit is
 };
 
-bool get_bit(const uint8_t* row, int x) { return row[x / 8] >> x % 8 & 1; }
+// Of eight pixels.
+bool any_below(const float* w, float eps) {
+  int found = 0;
+  for (int i = 0; i < 8; ++i) found |= w[i] < eps;
+  return found != 0;
+}
+
+bool none_above(const float* w, float eps) {
+  int found = 0;
+  for (int i = 0; i < 8; ++i) found |= w[i] > eps;
+  return found == 0;
+}
 
 int count_bits(const uint8_t* row, int bytes) {
   int count = 0;
@@ -99,20 +110,39 @@ void update_row(const View& view, int y, Row& row, Result& result, int64_t (*cou
     const uint8_t* old_budget = view.budgets + view.row_starts[at];
     uint8_t* budgets = result.budgets + at * width;
     const float* w = row.in_front.data() + static_cast<int64_t>(k) * width;
-    for (int x = 0; x < begin && num_old != 0; ++x) old_budget += get_bit(old_bits, x);
-    for (int x = begin; x < end; ++x) {
-      bool prune = false;
-      if (get_bit(old_bits, x)) {
-        budgets[x] = *old_budget++;
-        counts[k][kPruned] += 1;
-        prune = !takes_residual(unpack_budget(budgets[x], view.eps), view.eps, row.residual[static_cast<size_t>(x)]);
-        counts[k][kFlipped] += !prune;
-      } else if (view.slots[k] >= 0 && w[x] < view.eps) {
-        budgets[x] = pack_budget(w[x] - w[width + x], view.eps);  // W (1 - T)
-        prune = true;
+    const bool drawn = view.slots[k] >= 0;
+    // Most bytes lie all in the light or all in the dark, and stay there.
+    for (int byte = 0; byte < bytes; ++byte) {
+      const int first = std::max(8 * byte, begin), past = std::min(8 * byte + 8, end);
+      const uint8_t old = old_bits[byte];
+      if (first >= past) {  // bits outside the region are forgotten
+        old_budget += __builtin_popcount(old);
+      } else if (past - first == 8 && old == 0 && !(drawn && any_below(w + first, view.eps))) {
+        counts[k][kLeft] += 8;
+      } else if (past - first == 8 && old == 0xff && none_above(&row.residual[static_cast<size_t>(first)], view.eps)) {
+        std::memcpy(budgets + first, old_budget, 8);
+        old_budget += 8;
+        bits[byte] = 0xff;
+        counts[k][kPruned] += 8;
+      } else {
+        for (int x = 8 * byte; x < 8 * byte + 8; ++x) {
+          const bool pruned = old >> x % 8 & 1;
+          const uint8_t budget = pruned ? *old_budget++ : 0;
+          if (x < first || x >= past) continue;
+          bool prune = false;
+          if (pruned) {
+            budgets[x] = budget;
+            counts[k][kPruned] += 1;
+            prune = !takes_residual(unpack_budget(budget, view.eps), view.eps, row.residual[static_cast<size_t>(x)]);
+            counts[k][kFlipped] += !prune;
+          } else if (drawn && w[x] < view.eps) {
+            budgets[x] = pack_budget(w[x] - w[width + x], view.eps);  // W (1 - T)
+            prune = true;
+          }
+          bits[byte] |= static_cast<uint8_t>(prune << x % 8);
+          counts[k][kLeft] += !prune;
+        }
       }
-      bits[x / 8] |= static_cast<uint8_t>(prune << x % 8);
-      counts[k][kLeft] += !prune;
     }
   }
 }
@@ -127,8 +157,14 @@ Tensor compact(const View& view, const Result& result) {
   for (int64_t at = 0; at < rows; ++at) {
     const uint8_t* bits = result.bits + at * view.row_bytes;
     const uint8_t* row = result.budgets + at * view.width;
-    for (int byte = 0; byte < view.row_bytes; ++byte)
+    for (int byte = 0; byte < view.row_bytes; ++byte) {
+      if (bits[byte] == 0xff) {
+        std::memcpy(out, row + 8 * byte, 8);
+        out += 8;
+        continue;
+      }
       for (uint32_t rest = bits[byte]; rest != 0; rest &= rest - 1) *out++ = row[8 * byte + __builtin_ctz(rest)];
+    }
   }
   return budgets;
 }
