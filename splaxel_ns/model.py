@@ -65,7 +65,7 @@ class SplaxelModel(PartitionedGaussians):
         others: As for nerfstudio's `Model`.
 
     Raises:
-        ValueError: An option is out of range or not available.
+        ValueError: An option is out of range.
     """
 
     config: SplaxelModelConfig

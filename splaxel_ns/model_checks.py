@@ -19,7 +19,7 @@ MAX_SH_DEGREE = 3
 
 
 def check_config(config: SplaxelModelConfig) -> None:
-    """Refuse what is out of range or not available.
+    """Refuse what is out of range.
 
     Raises:
         ValueError: Naming the option, its value and the remedy.

@@ -49,4 +49,4 @@ class SplaxelModelOptions(SplatfactoModelConfig):
     transmittance_stop: float = 1e-4
     """A pixel is finished once so little light from behind would reach it. 0: never."""
     seed: int = 42
-    """Seed of the random backgrounds (a function of seed, step and view) and of splitting."""
+    """Seed of the random backgrounds (a function of seed, step and view), of splitting, and of what mcmc draws."""
