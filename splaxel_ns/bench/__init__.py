@@ -9,10 +9,11 @@ def entrypoint() -> None:
     """The `splaxel-bench` command."""
     from splaxel_ns.bench.pictures import Pictures
     from splaxel_ns.bench.quality import Quality
+    from splaxel_ns.bench.saturation import Saturation
 
     tyro.extras.set_accent_color("bright_yellow")
     try:
-        command = tyro.extras.subcommand_cli_from_dict({"quality": Quality, "pictures": Pictures})
+        command = tyro.extras.subcommand_cli_from_dict({"quality": Quality, "pictures": Pictures, "saturation": Saturation})
         command.main()
     except (OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"splaxel-bench: {error}") from error
