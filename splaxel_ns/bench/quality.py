@@ -93,7 +93,9 @@ class Quality:
         config.pipeline.model.saturation = False  # has a benchmark of its own
         config.pipeline.model.num_downscales = 0
         config.pipeline.model.cull_alpha_thresh = 0.005
+        config.pipeline.model.warmup_length = self.steps // 10
         config.pipeline.model.stop_split_at = self.steps // 2 if self.grow else 0
+        config.pipeline.model.densify_grad_thresh = 0.0004
         config.pipeline.model.sh_degree_interval = max(1, self.steps // 5)
         config.optimizers["means"]["scheduler"].max_steps = self.steps
         for group in config.optimizers.values():
@@ -165,11 +167,15 @@ def straddling_pairs(model: Any, camera: Any) -> np.ndarray:  # -> [2]: of strad
     per_pixel = torch.stack([rotation[0] / view.K[0, 0], rotation[1] / view.K[1, 1]])  # [2, 3] world units per pixel
     reach = (splats.extents * splats.depths[:, None]) @ per_pixel  # [N, 3]
     owner = model.tree.locate(gaussians.means).long()
-    low, high = gaussians.means - reach, gaussians.means + reach
-    straddles = ((low < model.tree.lo[owner]) | (high >= model.tree.hi[owner])).any(dim=-1)
+    lowest, highest = gaussians.means - reach, gaussians.means + reach
+    straddles = ((lowest < model.tree.lo[owner]) | (highest >= model.tree.hi[owner])).any(dim=-1)
     a, b, c = splats.conics.unbind(dim=-1)
     areas = 2 * torch.pi * torch.log(255 * splats.opacities) / torch.sqrt(a * c - b * b)
-    areas = torch.where(seen, areas, 0.0).double()
+    # Of an ellipse that reaches beyond the image, as much as of the box around it lies inside.
+    size = torch.tensor([view.width, view.height])
+    low, high = splats.means2d - splats.extents, splats.means2d + splats.extents
+    inside = (high.minimum(size) - low.clamp_min(0)).clamp_min(0) / (2 * splats.extents).clamp_min(1e-6)
+    areas = torch.where(seen, areas * inside.prod(dim=-1), 0.0).double()
     return np.array([float(areas[straddles].sum()), float(areas.sum())])
 
 
