@@ -8,8 +8,10 @@ more than what is measured here.
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ class Quality:
     """The scene (MatrixCity layout)."""
     json: Path
     """Result file."""
-    steps: int = 1500
+    steps: int = 2000
     """Training steps of each run."""
     partitions: tuple[int, ...] = (2, 4, 8)
     """Numbers of partitions compared with one."""
@@ -47,24 +49,16 @@ class Quality:
     grow: bool = True
     """Densify, up to 40,000 Gaussians, in the first half."""
 
+    jobs: int = 1
+    """Seeds that are trained side by side, one process and one thread each."""
+
     def main(self) -> None:
         runs: list[dict[str, Any]] = []
-        total = len(self.seeds) * (1 + len(self.partitions) * len(self.boundaries))
-        for seed in self.seeds:
-            trees: dict[int, PartitionTree] = {}
-            single = self._train(1, "exact", seed)
-            done = []
-            for num in self.partitions:
-                for boundary in self.boundaries:
-                    trainer = self._train(num, boundary, seed)
-                    tree = trees.setdefault(num, trainer.pipeline.model.tree)
-                    run = measure(trainer, {num: tree})
-                    done.append({"partitions": num, "boundary": boundary, "seed": seed, **run})
-                    self._say(len(runs) + 1 + len(done), total, done[-1])
-            runs.append({"partitions": 1, "boundary": "exact", "seed": seed, **measure(single, trees)})
-            self._say(len(runs) + len(done), total, runs[-1])
-            runs += done
-            write_result(self.json, {"steps": self.steps, "band": BAND, "rows": summarise(runs), "runs": runs})
+        context = multiprocessing.get_context("spawn")  # the ops' threads do not survive a fork
+        with ProcessPoolExecutor(self.jobs, mp_context=context) as pool:
+            for done in pool.map(self.run_seed, self.seeds):
+                runs += done
+                write_result(self.json, {"steps": self.steps, "band": BAND, "rows": summarise(runs), "runs": runs})
         for row in summarise(runs):
             CONSOLE.print(
                 f"P {row['partitions']} {row['boundary']:>6}: {row['psnr']:.2f} dB, "
@@ -72,6 +66,22 @@ class Quality:
                 f"band {row['band_difference']:+.3f}, rest {row['rest_difference']:+.3f}; "
                 f"{100 * row['straddling_pairs']:.1f} % of pairs straddle"
             )
+
+    def run_seed(self, seed: int) -> list[dict[str, Any]]:
+        """All runs of one seed; the one with a single partition is measured in the bands of all trees, so last."""
+        torch.set_num_threads(1)
+        trees: dict[int, PartitionTree] = {}
+        single = self._train(1, "exact", seed)
+        runs = []
+        for num in self.partitions:
+            for boundary in self.boundaries:
+                trainer = self._train(num, boundary, seed)
+                tree = trees.setdefault(num, trainer.pipeline.model.tree)
+                runs.append({"partitions": num, "boundary": boundary, "seed": seed} | measure(trainer, {num: tree}))
+                self._say(runs[-1])
+        runs.append({"partitions": 1, "boundary": "exact", "seed": seed} | measure(single, trees))
+        self._say(runs[-1])
+        return runs
 
     def _train(self, num_partitions: int, boundary: str, seed: int) -> Any:
         """One training run through the method's own trainer, without viewer and files that stay."""
@@ -113,9 +123,9 @@ class Quality:
             trainer.train_seconds = time.perf_counter() - start
         return trainer
 
-    def _say(self, done: int, total: int, run: dict[str, Any]) -> None:
+    def _say(self, run: dict[str, Any]) -> None:
         CONSOLE.print(
-            f"[{done}/{total}] P {run['partitions']} {run['boundary']} seed {run['seed']}: {run['psnr']:.3f} dB, "
+            f"P {run['partitions']} {run['boundary']} seed {run['seed']}: {run['psnr']:.3f} dB, "
             f"{run['gaussians']} Gaussians, {run['seconds']:.0f} s"
         )
 
