@@ -13,7 +13,7 @@ def entrypoint() -> None:
 
     tyro.extras.set_accent_color("bright_yellow")
     try:
-        command = tyro.extras.subcommand_cli_from_dict({"quality": Quality, "pictures": Pictures, "saturation": Saturation})
-        command.main()
+        commands = {"quality": Quality, "pictures": Pictures, "saturation": Saturation}
+        tyro.extras.subcommand_cli_from_dict(commands).main()
     except (OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"splaxel-bench: {error}") from error

@@ -3,8 +3,8 @@
 Two scenes: one on disk, and two textured walls, one behind the other, of which the front one hides most of the other.
 Both runs of a pair are the same through the first half, without saturation; then growth ends and one of them begins to
 leave pixels out. With growth, runs that differ by rounding alone end with other Gaussians and differ by up to 1 dB.
-Time is compared on one model, a view with and without its mask in turns: between two runs, other programs on the
-machine change more than masks do.
+Time is that of the processor on one model, a view with and without its mask in turns: between two runs, other programs
+on the machine change more than masks do.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ COSTS = ("milliseconds_full", "milliseconds_masked", "splat_tiles_full", "splat_
 
 
 def costs(trainer: Any) -> dict[str, float]:
-    """Forward and backward pass of the training views with and without their masks, in turns; the fastest of each."""
+    """Forward and backward pass of training views with and without their masks, in turns; the fastest of each."""
     pipeline = trainer.pipeline
     pipeline.train()
     model = pipeline.model
@@ -159,11 +159,11 @@ def costs(trainer: Any) -> dict[str, float]:
         for _ in range(REPEATS):
             for name in best:
                 model.config.saturation = name == "masked"
-                start = time.perf_counter()
+                start = time.process_time()
                 outputs = model.get_outputs(camera)
                 terms = model.get_loss_dict(outputs, batch)
                 torch.stack(list(terms.values())).sum().backward()
-                best[name] = min(best[name], time.perf_counter() - start)
+                best[name] = min(best[name], time.process_time() - start)
                 sums[f"splat_tiles_{name}"] += model.info["stats"].num_pairs / REPEATS / len(views)
         for name, seconds in best.items():
             sums[f"milliseconds_{name}"] += 1e3 * seconds / len(views)
