@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from splaxel_ns.cuda.splats import project as project
     from splaxel_ns.cuda.splats import spherical_harmonics as spherical_harmonics
     from splaxel_ns.cuda.splats import thresholds as thresholds
+    from splaxel_ns.cuda.update import AdamSettings as AdamSettings
+    from splaxel_ns.cuda.update import StepGradients as StepGradients
+    from splaxel_ns.cuda.update import project_and_color as project_and_color
+    from splaxel_ns.cuda.update import update_gaussians as update_gaussians
 
 # Each name and the module it comes from; loaded lazily, so that importing this package stays cheap.
 _HOME = {
@@ -39,6 +43,10 @@ _HOME = {
     "project": "splats",
     "spherical_harmonics": "splats",
     "thresholds": "splats",
+    "AdamSettings": "update",
+    "StepGradients": "update",
+    "project_and_color": "update",
+    "update_gaussians": "update",
 }
 
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -76,6 +76,10 @@ TORCH_LIBRARY(splaxel, m) {
   m.def(
       "spherical_harmonics_backward(int degree, Tensor means, Tensor cam_center, Tensor sh0, Tensor shN, "
       "Tensor visible, Tensor v_colors) -> (Tensor v_means, Tensor v_cam_center, Tensor v_sh0, Tensor v_shN)");
+  // One step of Adam on the parameters and moments, in place; see cuda/update.py for the order of the lists.
+  m.def(
+      "update_gaussians(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor?[] grads, "
+      "Tensor scales, Tensor opacities, Tensor[] views, int[] view_settings, float[] adam, float step, bool all) -> ()");
   // Partial images to one image, and its loss; see cuda/splats.py.
   m.def(
       "composite(Tensor colors, Tensor depths, Tensor transmittances, Tensor background) -> (Tensor rgb, "

@@ -20,7 +20,7 @@ the owner's leaf, where reach is what its extents in pixels span at its depth. B
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -50,7 +50,7 @@ class Tree(Protocol):
 
 @dataclass(frozen=True)
 class RasterStats:
-    """Counts of one call."""
+    """Counts of one call, and its time."""
 
     num_splats: int  # visible Gaussians that some participant may draw
     num_pairs: int  # (splat, tile of 16 x 16 pixels) over all participants
@@ -58,6 +58,10 @@ class RasterStats:
     straddling: int  # of num_splats, those that straddle
     clipped_pairs: int | None
     """(splat, pixel) pairs in the image whose partition does not render the pixel; None unless asked for."""
+    binning_ms: float = field(default=0.0, compare=False)
+    """Milliseconds of sorting by depth and listing what each tile draws."""
+    drawing_ms: float = field(default=0.0, compare=False)
+    """Milliseconds of the tiles."""
 
 
 def set_cpu_level(level: str = "best") -> str:
@@ -136,12 +140,15 @@ def rasterize_partials(
     out_colors, out_depths, transmittances, stats = _RasterizePartials.apply(
         *splats, owner, means, reach, view, saturated, settings, absgrad, count_clipped
     )
-    num_splats, num_pairs, dropped, straddling, clipped = stats.tolist()
+    num_splats, num_pairs, dropped, straddling, clipped, *nanoseconds = stats.tolist()
+    binning_ms, drawing_ms = (1e-6 * value for value in nanoseconds)
     return (
         out_colors,
         out_depths,
         transmittances,
-        RasterStats(num_splats, num_pairs, dropped, straddling, clipped if count_clipped else None),
+        RasterStats(
+            num_splats, num_pairs, dropped, straddling, clipped if count_clipped else None, binning_ms, drawing_ms
+        ),
     )
 
 

@@ -1,17 +1,30 @@
-// Loops over Gaussians run in blocks held as structure of arrays on the stack, compiled once per instruction set and
-// chosen by the processor at load time.
+// Loops over Gaussians and pixels run in blocks held as structure of arrays on the stack, compiled once per level of
+// instructions.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "common.h"
+#include "cpu_level.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define SPLAXEL_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#else
-#define SPLAXEL_CLONES
-#endif
+// Defines `name`, which runs the SPLAXEL_INLINE function `name_body` compiled for the level of instructions in use.
+#define SPLAXEL_DISPATCH(result, name, parameters, arguments)                                                      \
+  result name##_portable parameters { return name##_body arguments; }                                              \
+  __attribute__((target("avx2,fma,bmi,bmi2"))) result name##_avx2 parameters { return name##_body arguments; }     \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2"))) result name##_avx512 parameters { \
+    return name##_body arguments;                                                                                  \
+  }                                                                                                                \
+  result name parameters {                                                                                         \
+    switch (cpu_level()) {                                                                                         \
+      case CpuLevel::kAvx512:                                                                                      \
+        return name##_avx512 arguments;                                                                            \
+      case CpuLevel::kAvx2:                                                                                        \
+        return name##_avx2 arguments;                                                                              \
+      default:                                                                                                     \
+        return name##_portable arguments;                                                                          \
+    }                                                                                                              \
+  }
 
 namespace splaxel {
 

@@ -9,7 +9,7 @@ namespace splaxel {
 
 // Blocks are 64-byte aligned and uninitialised. Those given back are kept for the next calls, at most kKeptBlocks of
 // them, so the pool holds about what the largest call needed. Thread-safe.
-constexpr int kKeptBlocks = 24;
+constexpr int kKeptBlocks = 64;
 void* take_block(size_t bytes);  // throws std::bad_alloc
 void give_block(void* block);
 

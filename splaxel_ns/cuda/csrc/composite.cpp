@@ -1,14 +1,16 @@
 // composite: partial images, front to back, and a background to one image, forward and backward.
 // Mathematics: include/composite.h. Letters: Q participants, H x W pixels.
 
-#include <ATen/ops/empty_like.h>
+#include <immintrin.h>
 
+#include <cstring>
 #include <tuple>
 #include <vector>
 
 #include "block.h"
 #include "composite.h"
 #include "op.h"
+#include "pooled.h"
 
 namespace splaxel {
 namespace {
@@ -25,10 +27,23 @@ struct Image {
 struct Gradients {
   const float *v_rgb, *v_depth, *v_alpha;
   float *v_colors, *v_depths, *v_transmittances;
+  bool past_caches;  // they are too large to be found there again
 };
 
-SPLAXEL_CLONES
-void composite_block(const Layers& in, int64_t first, int count, const Image& out) {
+// Results of more bytes than this are written past the caches, which spares reading what is overwritten.
+constexpr int64_t kPastCaches = int64_t{32} << 20;
+
+SPLAXEL_INLINE void write_out(const float* from, int count, float* to, bool past_caches) {
+  if (!past_caches || reinterpret_cast<uintptr_t>(to) % 16 != 0) {
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+    return;
+  }
+  int i = 0;
+  for (; i + 4 <= count; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
+  for (; i < count; ++i) to[i] = from[i];
+}
+
+SPLAXEL_INLINE void composite_block_body(const Layers& in, int64_t first, int count, const Image& out) {
   float rgb[3][kBlock] = {}, depth[kBlock] = {}, w[kBlock];
   for (int i = 0; i < kBlock; ++i) w[i] = 1.0f;
   for (int64_t q = 0; q < in.count; ++q) {
@@ -52,9 +67,11 @@ void composite_block(const Layers& in, int64_t first, int count, const Image& ou
   }
 }
 
+SPLAXEL_DISPATCH(
+    void, composite_block, (const Layers& in, int64_t first, int count, const Image& out), (in, first, count, out))
+
 // `front`: room for kBlock transmittances per layer. `v_background`: 3 sums.
-SPLAXEL_CLONES
-void composite_block_vjp(
+SPLAXEL_INLINE void composite_block_vjp_body(
     const Layers& in, int64_t first, int count, const Gradients& out, float* front, double* v_background) {
   float v[3][kBlock], rest[kBlock], w[kBlock], v_back[3][kBlock] = {};
   for (int i = 0; i < kBlock; ++i) w[i] = 1.0f;
@@ -79,8 +96,7 @@ void composite_block_vjp(
     const int64_t start = q * in.pixels + first;
     const float* color = in.colors + 3 * start;
     const float *d = in.depths + start, *t = in.transmittances + start, *kept = front + q * kBlock;
-    float* v_color = out.v_colors + 3 * start;
-    float *v_d = out.v_depths + start, *v_t = out.v_transmittances + start;
+    alignas(64) float v_color[3 * kBlock], v_d[kBlock], v_t[kBlock];
 #pragma omp simd
     for (int i = 0; i < count; ++i) {
       v_color[3 * i] = kept[i] * v[0][i];
@@ -92,9 +108,17 @@ void composite_block_vjp(
                                   v[1][i], v[2][i], v_depth[i], rest[i], v_transmittance);
       v_t[i] = v_transmittance;
     }
+    write_out(v_color, 3 * count, out.v_colors + 3 * start, out.past_caches);
+    write_out(v_d, count, out.v_depths + start, out.past_caches);
+    write_out(v_t, count, out.v_transmittances + start, out.past_caches);
   }
   for (int c = 0; c < 3; ++c) v_background[c] = sum_block(v_back[c]);
 }
+
+SPLAXEL_DISPATCH(
+    void, composite_block_vjp,
+    (const Layers& in, int64_t first, int count, const Gradients& out, float* front, double* v_background),
+    (in, first, count, out, front, v_background))
 
 Layers layers_of(
     const at::Tensor& colors, const at::Tensor& depths, const at::Tensor& transmittances,
@@ -108,8 +132,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> composite(
     const at::Tensor& background) {
   const Layers in = layers_of(colors, depths, transmittances, background);
   const int64_t height = colors.size(1), width = colors.size(2);
-  at::Tensor rgb = at::empty({height, width, 3}, colors.options());
-  at::Tensor depth = at::empty({height, width}, colors.options()), alpha = at::empty_like(depth);
+  at::Tensor rgb = pooled_floats({height, width, 3});
+  at::Tensor depth = pooled_floats({height, width}), alpha = pooled_floats(depth.sizes());
   const Image out = {rgb.data_ptr<float>(), depth.data_ptr<float>(), alpha.data_ptr<float>()};
   at::parallel_for(0, num_blocks(in.pixels), 16, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k)
@@ -122,11 +146,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> composite_backward(
     const at::Tensor& colors, const at::Tensor& depths, const at::Tensor& transmittances,
     const at::Tensor& background, const at::Tensor& v_rgb, const at::Tensor& v_depth, const at::Tensor& v_alpha) {
   const Layers in = layers_of(colors, depths, transmittances, background);
-  at::Tensor v_colors = at::empty_like(colors), v_depths = at::empty_like(depths);
-  at::Tensor v_transmittances = at::empty_like(transmittances), v_background = at::empty_like(background);
+  at::Tensor v_colors = pooled_floats(colors.sizes()), v_depths = pooled_floats(depths.sizes());
+  at::Tensor v_transmittances = pooled_floats(transmittances.sizes());
+  at::Tensor v_background = pooled_floats(background.sizes());
   const Gradients out = {v_rgb.const_data_ptr<float>(), v_depth.const_data_ptr<float>(),
                          v_alpha.const_data_ptr<float>(), v_colors.data_ptr<float>(), v_depths.data_ptr<float>(),
-                         v_transmittances.data_ptr<float>()};
+                         v_transmittances.data_ptr<float>(), 20 * in.count * in.pixels > kPastCaches};
   std::vector<double> partial(static_cast<size_t>(3 * num_blocks(in.pixels)));
   at::parallel_for(0, num_blocks(in.pixels), 16, [&](int64_t begin, int64_t end) {
     std::vector<float> front(static_cast<size_t>(in.count * kBlock));
@@ -134,6 +159,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> composite_backward(
       const int count = static_cast<int>(std::min<int64_t>(kBlock, in.pixels - k * kBlock));
       composite_block_vjp(in, k * kBlock, count, out, front.data(), partial.data() + 3 * k);
     }
+    _mm_sfence();
   });
   for (int c = 0; c < 3; ++c) {
     double sum = 0.0;

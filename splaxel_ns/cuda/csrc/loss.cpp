@@ -6,8 +6,6 @@
 // rings of 11 rows: moments filtered along the row, and the windows' derivatives spread along the row. A window's value
 // exists once its last row is filtered, a pixel's gradient once the last window that holds it is.
 
-#include <ATen/ops/empty_like.h>
-
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -15,6 +13,7 @@
 
 #include "block.h"
 #include "op.h"
+#include "pooled.h"
 #include "ssim.h"
 
 namespace splaxel {
@@ -179,8 +178,7 @@ SPLAXEL_INLINE void gradient_row(const Job& job, int64_t y, Scratch& s) {
     out[x] = v_l1 * sign_of(pred[x] - gt[x]) + v_ssim * (g0[x] + 2.0f * px[x] * g1[x] + py[x] * g2[x]);
 }
 
-SPLAXEL_CLONES
-Sums band(const Job& job, int64_t begin, int64_t end, Scratch& s) {
+SPLAXEL_INLINE Sums band_body(const Job& job, int64_t begin, int64_t end, Scratch& s) {
   Sums sums = {0.0, 0.0};
   choose_shift(job, begin, end, s.shift());
   const int64_t last_window = job.height - kTaps;
@@ -201,12 +199,15 @@ Sums band(const Job& job, int64_t begin, int64_t end, Scratch& s) {
   return sums;
 }
 
+SPLAXEL_DISPATCH(
+    Sums, band, (const Job& job, int64_t begin, int64_t end, Scratch& s), (job, begin, end, s))
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> l1_ssim(
     const at::Tensor& pred, const at::Tensor& gt, double ssim_lambda, bool need_grad) {
   const int64_t height = pred.size(0), width = pred.size(1);
   const double values = 3.0 * static_cast<double>(height) * static_cast<double>(width);
   const double windows = 3.0 * static_cast<double>(height - kReach) * static_cast<double>(width - kReach);
-  at::Tensor v_pred = need_grad ? at::empty_like(pred) : at::empty({0}, pred.options());
+  at::Tensor v_pred = pooled_floats(need_grad ? pred.sizes() : at::IntArrayRef({0}));
   const Job job = {pred.const_data_ptr<float>(), gt.const_data_ptr<float>(),
                    need_grad ? v_pred.data_ptr<float>() : nullptr, height, width, make_weights(),
                    static_cast<float>((1.0 - ssim_lambda) / values), static_cast<float>(-ssim_lambda / windows)};

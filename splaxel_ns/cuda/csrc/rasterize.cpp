@@ -5,6 +5,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <tuple>
@@ -12,12 +13,10 @@
 
 #include "bin.h"
 #include "blend.h"
-#include "buffer.h"
 #include "cpu_level.h"
 #include "op.h"
 #include "parallel.h"
-
-#include <ATen/ops/from_blob.h>
+#include "pooled.h"
 
 namespace splaxel {
 namespace {
@@ -55,15 +54,6 @@ RayCamera ray_camera(const Tensor& viewmat, const Tensor& intrinsics, int width,
   cam.max_slope = std::max(std::fabs(cam.cx), std::fabs(static_cast<float>(width) - cam.cx)) * cam.inv_fx +
                   std::max(std::fabs(cam.cy), std::fabs(static_cast<float>(height) - cam.cy)) * cam.inv_fy;
   return cam;
-}
-
-// A tensor of the pool's memory, uninitialised.
-template <class T>
-Tensor pooled(at::IntArrayRef sizes, at::ScalarType type) {
-  int64_t count = 1;
-  for (const int64_t size : sizes) count *= size;
-  void* block = take_block(sizeof(T) * static_cast<size_t>(count));
-  return at::from_blob(block, sizes, give_block, at::TensorOptions().dtype(type));
 }
 
 // What forward and backward both derive from the view and the partition.
@@ -115,6 +105,7 @@ Forward rasterize_partials(
     const Tensor& viewmat, const Tensor& intrinsics, const Tensor& axis, const Tensor& threshold,
     const Tensor& children, const Tensor& lo, const Tensor& hi, const Tensor& order, const Tensor& spans,
     const std::optional<Tensor>& saturated, int64_t width, int64_t boundary, double stop, bool count_clipped_pairs) {
+  const auto start = std::chrono::steady_clock::now();
   Setup setup(viewmat, intrinsics, axis, threshold, children, lo, hi, order, spans, saturated, width, boundary, stop);
   RasterArgs& args = setup.args;
   BinInput in;
@@ -134,7 +125,7 @@ Forward rasterize_partials(
 
   Tensor records;
   Items items = list_items(in, args, [&](int64_t count) {
-    records = pooled<float>({count, 16}, at::kFloat);
+    records = pooled({count, 16}, at::kFloat);
     return reinterpret_cast<SplatRecord*>(records.mutable_data_ptr<float>());
   });
   TORCH_CHECK_VALUE(
@@ -142,23 +133,23 @@ Forward rasterize_partials(
   args.records = reinterpret_cast<const SplatRecord*>(floats(records));
   const auto sorted = sort_by_depth(args.records, items.count, setup.threads);
   Tensor tile_offsets = at::empty({args.num_jobs() + 1}, int_options());
-  Tensor item_offsets = pooled<int32_t>({items.count + 1}, at::kInt);
+  Tensor item_offsets = pooled({items.count + 1}, at::kInt);
   Pairs pairs = count_pairs(
       in, args, items, sorted.get(), tile_offsets.mutable_data_ptr<int32_t>(),
       item_offsets.mutable_data_ptr<int32_t>());
   TORCH_CHECK(
       pairs.count <= std::numeric_limits<int32_t>::max(), "A view of ", args.width, "x", args.height, " pixels has ",
       pairs.count, " pairs of splats and tiles, more than 2^31: the splats are far too large.");
-  Tensor pair_records = pooled<int32_t>({pairs.count}, at::kInt);
-  Tensor item_pairs = pooled<int32_t>({pairs.count}, at::kInt);
-  Tensor pair_masks = pooled<int16_t>({pairs.count}, at::kShort);
+  Tensor pair_records = pooled({pairs.count}, at::kInt);
+  Tensor item_pairs = pooled({pairs.count}, at::kInt);
+  Tensor pair_masks = pooled({pairs.count}, at::kShort);
   list_pairs(
       args, items, sorted.get(), pairs, pair_records.mutable_data_ptr<int32_t>(),
       item_pairs.mutable_data_ptr<int32_t>());
 
-  Tensor out_colors = at::empty({args.num_participants, args.height, args.width, 3}, float_options());
-  Tensor out_depths = at::empty({args.num_participants, args.height, args.width}, float_options());
-  Tensor out_transmittances = at::empty(out_depths.sizes(), float_options());
+  Tensor out_colors = pooled_floats({args.num_participants, args.height, args.width, 3});
+  Tensor out_depths = pooled_floats({args.num_participants, args.height, args.width});
+  Tensor out_transmittances = pooled_floats(out_depths.sizes());
   args.tile_offsets = ints(tile_offsets);
   args.pair_records = ints(pair_records);
   args.pair_masks = reinterpret_cast<uint16_t*>(pair_masks.mutable_data_ptr<int16_t>());
@@ -166,9 +157,11 @@ Forward rasterize_partials(
   args.depths = out_depths.mutable_data_ptr<float>();
   args.transmittances = out_transmittances.mutable_data_ptr<float>();
   std::vector<RasterScratch> scratch(static_cast<size_t>(setup.threads));
+  const auto binned = std::chrono::steady_clock::now();
   for_jobs_in_parallel(args, scratch, kernels().forward);
+  const auto drawn = std::chrono::steady_clock::now();
 
-  Tensor stats = at::empty({5}, at::TensorOptions().dtype(at::kLong));
+  Tensor stats = at::empty({7}, at::TensorOptions().dtype(at::kLong));
   int64_t* stat = stats.mutable_data_ptr<int64_t>();
   stat[0] = items.splats;
   stat[1] = pairs.count;
@@ -176,6 +169,8 @@ Forward rasterize_partials(
   for (const RasterScratch& part : scratch) stat[2] += part.dropped;
   stat[3] = items.straddling;
   stat[4] = count_clipped_pairs ? count_clipped(in, args) : -1;
+  stat[5] = std::chrono::nanoseconds(binned - start).count();
+  stat[6] = std::chrono::nanoseconds(drawn - binned).count();
   return {out_colors, out_depths, out_transmittances, records, pair_records, pair_masks, item_pairs, item_offsets,
           tile_offsets, stats};
 }
@@ -288,9 +283,8 @@ Backward rasterize_partials_backward(
 
   const int64_t n = conics.size(0);
   SplatGrads grads{
-      at::zeros({n, 2}, float_options()), at::zeros({n}, float_options()), at::zeros({n, 3}, float_options()),
-      at::zeros({n}, float_options()),    at::zeros({n, 3}, float_options()),
-      at::zeros({absgrad ? n : 0, 2}, float_options())};
+      pooled_zeros({n, 2}), pooled_zeros({n}),    pooled_zeros({n, 3}),
+      pooled_zeros({n}),    pooled_zeros({n, 3}), pooled_zeros({absgrad ? n : 0, 2})};
   sum_pairs(args, conics, opacities, item_pairs, item_offsets, setup.threads, grads);
   return {grads.means2d, grads.depths, grads.conics, grads.opacities, grads.colors, grads.absolute};
 }

@@ -67,6 +67,13 @@ SPLAXEL_INLINE void sh_bases_vjp(T x, T y, T z, const T* v, int64_t stride, T& v
   }
 }
 
+// Whether a colour before the clamp at zero still gets a gradient. As torch.clamp_min, one of exactly zero does, so that
+// black Gaussians can brighten; what is zero must not depend on how the instructions round the sum.
+template <class T>
+SPLAXEL_INLINE bool color_has_gradient(T color) {
+  return color >= T(-3e-7);
+}
+
 template <class T>
 struct Direction {
   T x, y, z, inv_length;  // zero where the two points coincide
