@@ -32,12 +32,14 @@ class Gaussians:
     opacities: Tensor  # [N]
     sh0: Tensor  # [N, 1, 3]
     shN: Tensor  # [N, K - 1, 3]
+    gradients: cuda.StepGradients | None = None
+    """Where backward passes leave the gradients of splats; the tensors above then get none. None: autograd's way."""
 
     def __len__(self) -> int:
         return len(self.means)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All six, in the order of the fields."""
+        """The six tensors, in the order of the fields."""
         return self.means, self.quats, self.scales, self.opacities, self.sh0, self.shN
 
 
@@ -87,6 +89,21 @@ def partitions_of(gaussians: Gaussians, tree: PartitionTree, boundary: Boundary,
 
 def project_view(gaussians: Gaussians, view: View, options: RenderOptions) -> Splats:
     """Project the Gaussians and evaluate the colours of those the view sees (paper, Eq. 1-3)."""
+    if gaussians.gradients is not None:
+        means2d, depths, conics, opacities, extents, colors = cuda.project_and_color(
+            gaussians.tensors(),
+            view.world_to_cam,
+            view.K,
+            view.cam_center,
+            view.width,
+            view.height,
+            options.near,
+            options.far,
+            options.sh_degree,
+            options.antialiased,
+            gaussians.gradients,
+        )
+        return Splats(means2d, depths, conics, opacities, colors, extents)
     means2d, depths, conics, opacities, extents = cuda.project(
         gaussians.means,
         gaussians.quats,

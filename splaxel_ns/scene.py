@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from splaxel_ns import seeding
+from splaxel_ns.cuda import StepGradients
 from splaxel_ns.model_checks import check_state, check_view_parameters
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.render import Gaussians, Partitions, partitions_of
@@ -68,6 +69,8 @@ class PartitionedGaussians(SplatfactoModel):
         self.batch_size = 1
         self._said: set[str] = set()
         self._partitions_made: tuple[Tensor, Tensor, tuple[Any, ...], Partitions] | None = None
+        self.step_gradients: StepGradients | None = None
+        self._detached_made: tuple[list[Tensor], list[int], Gaussians] | None = None
         half = 0.5 * config.random_scale
         if config.random_init:
             self._start(*seeding.random_gaussians(torch.full((3,), -half), torch.full((3,), half), config.num_random))
@@ -169,6 +172,8 @@ class PartitionedGaussians(SplatfactoModel):
 
     def activated(self, keep: Tensor | None = None) -> Gaussians:
         """The Gaussians with activated parameters, all or those of [N] bool `keep`."""
+        if self.step_gradients is not None and self.training and keep is None and torch.is_grad_enabled():
+            return self.detached(self.step_gradients)
         params = {name: self.gauss_params[name] for name in GAUSS_PARAMS} | {"features_dc": self.shs_0}
         if keep is not None:
             params = {name: value[keep] for name, value in params.items()}
@@ -180,6 +185,27 @@ class PartitionedGaussians(SplatfactoModel):
             params["features_dc"][:, None, :],
             params["features_rest"],
         )
+
+    @torch.no_grad()
+    def detached(self, gradients: StepGradients) -> Gaussians:
+        """All Gaussians with activated parameters, worked out once for the views of a step.
+
+        Args:
+            gradients: Where the views' gradients wait for the step; the parameters get none from rendering.
+        """
+        params = [self.gauss_params[name] for name in GAUSS_PARAMS]
+        # As for the boxes: steps raise the versions, refinement and loading make new tensors.
+        versions = [param._version for param in params]
+        made = self._detached_made
+        if (
+            made is None
+            or made[1] != versions
+            or made[2].gradients is not gradients
+            or any(old is not new for old, new in zip(made[0], params, strict=True))
+        ):
+            made = (params, versions, replace(self.activated(), gradients=gradients))
+            self._detached_made = made
+        return made[2]
 
     # State
 

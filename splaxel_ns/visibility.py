@@ -20,7 +20,7 @@ from splaxel_ns.types import Boundary, ContentBoxes, View, ViewPlan
 CLAMP_MARGIN = 0.3
 """The projection's Jacobian is taken at most this part of the half field of view outside the image, as in gsplat."""
 
-SAMPLE = 32768
+SAMPLE = 4096
 """Gaussians looked at to find where the bulk of a partition lies. It decides how tight the boxes are, never whether
 they hold everything."""
 BULK_QUANTILE = 0.01

@@ -207,7 +207,7 @@ def test_a_nan_loss_names_step_and_view(tmp_path: Path) -> None:
     def poison(camera: Any) -> None:
         inner(camera)
         if model.step == 3:
-            model.features_dc.grad.fill_(float("nan"))
+            model.features_dc.grad = torch.full_like(model.features_dc, float("nan"))
 
     model.after_backward = poison
     with pytest.raises(FloatingPointError, match=r"step 4, view '.*aerial/train/block_\d/\d{4}\.png'"):
