@@ -38,7 +38,7 @@ class Quality:
     """The scene (MatrixCity layout)."""
     json: Path
     """Result file."""
-    steps: int = 2000
+    steps: int = 1500
     """Training steps of each run."""
     partitions: tuple[int, ...] = (2, 4, 8)
     """Numbers of partitions compared with one."""
@@ -101,12 +101,9 @@ class Quality:
         config.pipeline.model.boundary = boundary
         config.pipeline.model.max_gaussians = 40_000
         config.pipeline.model.saturation = False  # has a benchmark of its own
-        config.pipeline.model.num_downscales = 0
-        config.pipeline.model.cull_alpha_thresh = 0.005
-        config.pipeline.model.warmup_length = self.steps // 10
+        config.pipeline.model.resolution_schedule = max(1, self.steps // 10)
+        config.pipeline.model.warmup_length = self.steps // 5
         config.pipeline.model.stop_split_at = self.steps // 2 if self.grow else 0
-        config.pipeline.model.densify_grad_thresh = 0.0004
-        config.pipeline.model.sh_degree_interval = max(1, self.steps // 5)
         config.optimizers["means"]["scheduler"].max_steps = self.steps
         for group in config.optimizers.values():
             group["scheduler"] = group["scheduler"] or MultiStepSchedulerConfig(
