@@ -111,7 +111,7 @@ def test_picture_boxes_and_partial_image(viewer: Viewer, pipeline: Any, browser:
 
 def test_the_panel_is_found_and_is_no_part_of_the_state(pipeline: Any) -> None:
     elements = parse_object(pipeline, ViewerElement, "Custom Elements")
-    assert {path.rsplit("/", 1)[1] for path, _ in elements} == {"boxes", "partial_image"}
+    assert {path.rsplit("/", 1)[1] for path, _ in elements} == {"boxes", "overlay", "partial_image"}
     assert len(parse_object(pipeline, ViewerControl, "Custom Elements")) == 1
     assert not [name for name in pipeline.state_dict() if not name.startswith("_model.")]
     assert len([*pipeline.parameters()]) == len([*pipeline.model.parameters()])
