@@ -36,7 +36,7 @@ def load() -> Any:
     """Returns `torch.ops.splaxel`, compiling it (under a minute, with a message) if this source was never compiled.
 
     Raises:
-        RuntimeError: not Linux on x86-64, no C++ compiler, or the compilation failed.
+        RuntimeError: not Linux on x86-64, no C++ compiler, no folder to compile in, or the compilation failed.
     """
     global _loaded, _failure
     with _mutex:
@@ -45,15 +45,17 @@ def load() -> Any:
         if not _loaded:
             _check_platform()
             folder = build_folder()
-            library = folder / f"{_NAME}_{_source_hash()}.so"
-            if library.is_file():
-                torch.ops.load_library(str(library))
-            else:
-                try:
-                    _build_and_load(folder, library)
-                except RuntimeError as error:
-                    _failure = error
-                    raise
+            try:
+                _find_or_build(folder)
+            except OSError as error:
+                _failure = RuntimeError(
+                    f"Splaxel cannot use {folder} for the compiled kernels ({error}): "
+                    "set TORCH_EXTENSIONS_DIR to a writable folder."
+                )
+                raise _failure from error
+            except RuntimeError as error:
+                _failure = error
+                raise
             _loaded = True
     return torch.ops.splaxel
 
@@ -63,8 +65,21 @@ def build_folder() -> Path:
     # torch's own default root; torch.utils.cpp_extension is slow to import and warns where CUDA is half installed.
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
-    key = "\n".join([str(_HERE), torch.__version__, sys.version, *_CXX_FLAGS, *_LINK_FLAGS, *_compiler()])
-    return Path(root) / f"splaxel_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return Path(root) / f"splaxel_{_digest(*_environment(), *_compiler())}"
+
+
+def _environment() -> list[str]:
+    """What a library depends on apart from its sources and the compiler."""
+    return [str(_HERE), torch.__version__, sys.version, *_CXX_FLAGS, *_LINK_FLAGS]
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _mark() -> str:
+    """The name of the file by which a folder's libraries are recognised where no compiler is there to ask for."""
+    return f"built_for_{_digest(*_environment())}"
 
 
 def _sources() -> list[Path]:
@@ -92,6 +107,26 @@ def _check_platform() -> None:
         )
 
 
+def _find_or_build(folder: Path) -> None:
+    """Loads the library of these sources, from `folder`, or without a compiler from any that fits; or compiles it."""
+    library = folder / f"{_NAME}_{_source_hash()}.so"
+    folders = [folder]
+    if not _compiler()[1]:
+        folders += sorted(mark.parent for mark in folder.parent.glob(f"splaxel_*/{_mark()}"))
+    for candidate in folders:
+        if (candidate / library.name).is_file():
+            _load_library(candidate / library.name)
+            return
+    _build_and_load(folder, library)
+
+
+def _load_library(library: Path) -> None:
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise RuntimeError(f"Splaxel cannot load {library} ({error}): delete it to compile it again.") from error
+
+
 def _build_and_load(folder: Path, library: Path) -> None:
     """Compiles what changed and leaves the result as `library`; one process at a time, the others wait for it."""
     name, path = _compiler()
@@ -103,7 +138,7 @@ def _build_and_load(folder: Path, library: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with _exclusive(folder / "splaxel.lock"):
         if library.is_file():  # another process built it while this one waited
-            torch.ops.load_library(str(library))
+            _load_library(library)
             return
         # torch's own lock is the mere existence of this file: after a killed build it would be waited for for ever.
         # Whoever holds ours is alone here, so that one is stale.
@@ -152,6 +187,7 @@ def _compile_and_load(folder: Path, library: Path, path: str) -> None:
     partial = library.with_suffix(f".{os.getpid()}")
     shutil.copy2(folder / f"{_NAME}.so", partial)
     partial.replace(library)
+    (folder / _mark()).touch()
     for old in folder.glob(f"{_NAME}_*.so"):
         if old != library:
             old.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ try:
     _backend.load()
 except RuntimeError as error:
     sys.exit(f"RuntimeError: {error}")
-print("loaded", *sorted(path.name for path in _backend.build_folder().iterdir()))
+print("loaded")
 """
 
 
@@ -94,6 +94,28 @@ def test_processes_that_start_together_build_once(build, tmp_path: Path) -> None
 def test_no_compiler(build) -> None:
     out, err = finish(build(CXX="no-such-compiler"))
     assert not out and "no C++ compiler ('no-such-compiler' is not on PATH)" in err and "apt install" in err
+
+
+def test_finished_library_needs_no_compiler(build, tmp_path: Path) -> None:
+    out, err = finish(build())
+    assert out.startswith("loaded"), err
+    # From here on the compiler is not found; what it built is, though the folder's name depends on it.
+    (tmp_path / "cxx").unlink()
+    out, err = finish(build())
+    assert out.startswith("loaded") and "splaxel" not in err
+    (tmp_path / "probe.cpp").write_text('extern "C" int splaxel_other() { return 2; }\n')
+    out, err = finish(build())
+    assert not out and "no C++ compiler" in err
+
+
+@pytest.mark.parametrize("variable", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])
+def test_unusable_cache_is_named(build, tmp_path: Path, variable: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    environment = {"TORCH_EXTENSIONS_DIR": "", variable: str(file)}
+    out, err = finish(build(**environment))
+    message = err[err.index("RuntimeError:") :]
+    assert not out and f"cannot use {file}" in message and "set TORCH_EXTENSIONS_DIR" in message
 
 
 def test_compiler_error_is_shown(build, tmp_path: Path) -> None:
