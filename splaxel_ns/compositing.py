@@ -24,16 +24,41 @@ def composite(colors: Tensor, transmittances: Tensor, background: Tensor) -> Ten
         The image [H, W, 3], differentiable in all three arguments; with P = 0 the background alone.
 
     Raises:
-        ValueError: Shapes do not agree.
+        ValueError: A shape, type or device is wrong, or the background is not finite.
     """
+    for name, tensor in {"colors": colors, "transmittances": transmittances, "background": background}.items():
+        check_tensor(name, tensor)
     if colors.dim() != 4 or colors.shape[-1] != 3:
         raise ValueError(f"colors must be [P, H, W, 3], not {list(colors.shape)}")
     if transmittances.shape != colors.shape[:3]:
         raise ValueError(f"transmittances must be {list(colors.shape[:3])}, not {list(transmittances.shape)}")
     if background.shape != (3,):
         raise ValueError(f"background must be [3], not {list(background.shape)}")
+    check_background(background)
     partials = PartialImages(colors, torch.zeros_like(transmittances), transmittances)
     return compose(partials, background)[0]
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Refuse an argument that is not a float32 tensor on the CPU.
+
+    Raises:
+        ValueError: Naming the argument.
+    """
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(value).__name__}")
+    if value.dtype != torch.float32 or value.device.type != "cpu":
+        raise ValueError(f"{name} must be float32 on the CPU, not {value.dtype} on {value.device}")
+
+
+def check_background(background: Tensor) -> None:
+    """Refuse a background [3] that is not a colour.
+
+    Raises:
+        ValueError: It is not finite.
+    """
+    if not bool(background.isfinite().all()):
+        raise ValueError(f"background must be finite, not {background.tolist()}")
 
 
 def compose(partials: PartialImages, background: Tensor) -> tuple[Tensor, Tensor, Tensor]:

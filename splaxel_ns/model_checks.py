@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from nerfstudio.models.splatfacto import num_sh_bases
 from torch import Tensor
 
-from splaxel_ns.types import Boundary
+from splaxel_ns.types import MAX_PARTITIONS, Boundary
 
 if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModelConfig
 
-MAX_PARTITIONS = 16
 MAX_SH_DEGREE = 3
 
 

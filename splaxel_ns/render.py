@@ -5,6 +5,7 @@ Shapes: N Gaussians, P partitions, Q participants of a view, K SH coefficients, 
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 
 from splaxel_ns import cuda
-from splaxel_ns.compositing import compose, expected_depth
+from splaxel_ns.compositing import check_background, check_tensor, compose, expected_depth
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.saturation import ViewMask
-from splaxel_ns.types import Boundary, ContentBoxes, PartialImages, Splats, View, ViewPlan
+from splaxel_ns.types import MAX_PARTITIONS, Boundary, ContentBoxes, PartialImages, Splats, View, ViewPlan
 from splaxel_ns.visibility import content_boxes, plan_view, view_slope
 
 STOP = 1e-4
 """A pixel is finished, after the blend that gets it there, once its transmittance is at most this."""
+MAX_SIDE = 2**15
+"""Pixels along one side of an image that `rasterize` draws, and their number in all."""
+MAX_PIXELS = 2**28
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,8 @@ def rasterize(
     """Render Gaussians in convex partitions: partial images, composed front to back (paper, section 4).
 
     All tensors are float32 on the CPU; parameters are activated, as for `gsplat.rasterization`. Differentiable in
-    means, quats, scales, opacities, sh, viewmat and background.
+    means, quats, scales, opacities, sh, viewmat and background. Gaussians with a value that is not finite, in sh too,
+    are not drawn.
 
     Args:
         means: Centres, world units.  # [N, 3]
@@ -236,10 +241,10 @@ def rasterize(
         sh: Spherical harmonics coefficients, K = 1, 4, 9 or 16.  # [N, K, 3]
         viewmat: World to camera, OpenCV axes.  # [4, 4]
         K: Intrinsics, pixels.  # [3, 3]
-        width: Pixels.
-        height: Pixels.
-        background: Colour behind everything.  # [3]
-        num_partitions: Boxes that space is cut into by a KD-tree over the means; ignored if `tree` is given.
+        width: Pixels, 1 to 32768.
+        height: Pixels, 1 to 32768.
+        background: Colour behind everything, finite.  # [3]
+        num_partitions: Boxes that space is cut into by a KD-tree over the means, 1 to 16; ignored if `tree` is given.
         boundary: What happens to Gaussians that straddle a box: "filter" (the paper), "exact" or "none".
         sh_degree: Degree that is evaluated, 0 to 3; None: all that `sh` holds.
         near_plane: Gaussians nearer than this are not drawn, world units.
@@ -256,14 +261,24 @@ def rasterize(
         extents [N, 2], width, height, n_cameras, plan, tree, owner [N], partials, stats.
 
     Raises:
-        ValueError: A shape, type or option is wrong.
+        ValueError: A shape, type or option is wrong; camera or background are not finite. The argument is named.
         RuntimeError: The ops cannot be compiled here.
     """
-    gaussians = Gaussians(means, quats, scales, opacities, sh[:, :1].contiguous(), sh[:, 1:].contiguous())
-    view = View(viewmat, K, int(width), int(height))
-    _check_inputs(gaussians, sh, view, background)
+    _check_tensors(means, quats, scales, opacities, sh, viewmat, K, background)
+    view = View(viewmat, K, _whole("width", width), _whole("height", height))
+    if not (1 <= view.width <= MAX_SIDE and 1 <= view.height <= MAX_SIDE and view.width * view.height <= MAX_PIXELS):
+        raise ValueError(
+            f"width and height are {width} and {height}; each must be from 1 to {MAX_SIDE}, and the image have at most "
+            f"{MAX_PIXELS} pixels"
+        )
+    if tree is None:
+        num_partitions = _whole("num_partitions", num_partitions)
+        if not 1 <= num_partitions <= MAX_PARTITIONS:
+            raise ValueError(f"num_partitions is {num_partitions}; it must be from 1 to {MAX_PARTITIONS}")
+    elif not isinstance(tree, PartitionTree):
+        raise ValueError(f"tree must be a PartitionTree, not {type(tree).__name__}")
     coefficients = sh.shape[1]
-    degree = {1: 0, 4: 1, 9: 2, 16: 3}[coefficients] if sh_degree is None else sh_degree
+    degree = {1: 0, 4: 1, 9: 2, 16: 3}[coefficients] if sh_degree is None else _whole("sh_degree", sh_degree)
     if not 0 <= degree <= 3 or (degree + 1) ** 2 > coefficients:
         raise ValueError(f"sh_degree is {degree}, but sh holds {coefficients} coefficients per Gaussian")
     if boundary not in get_args(Boundary):
@@ -277,32 +292,59 @@ def rasterize(
     options = RenderOptions(
         degree, near_plane, far_plane, rasterize_mode == "antialiased", boundary, stop, absgrad, count_clipped
     )
+    finite = sh.detach().isfinite().flatten(1).all(dim=1)  # [N]
+    if not bool(finite.all()):  # the projection leaves out what is transparent, as it does what it cannot place
+        sh, opacities = torch.where(finite[:, None, None], sh, 0.0), torch.where(finite, opacities, 0.0)
+    gaussians = Gaussians(means, quats, scales, opacities, sh[:, :1].contiguous(), sh[:, 1:].contiguous())
     tree = PartitionTree.build(means, num_partitions) if tree is None else tree
-    rendered = render_view(gaussians, view, partitions_of(gaussians, tree, boundary, view), background, options)
-    info = view_info(rendered, view) | {"tree": tree, "plan": rendered.plan, "partials": rendered.partials}
+    partitions = partitions_of(gaussians, tree, boundary, view)
+    rendered = render_view(gaussians, view, partitions, background, options)
+    info = view_info(rendered, view)
+    info |= {"tree": tree, "owner": partitions.owner, "plan": rendered.plan, "partials": rendered.partials}
     seen = rendered.splats.extents[:, 0] > 0
     info["radii"] = torch.where(seen, screen_radii(rendered.splats.conics.detach()), 0.0)
     return rendered.rgb, rendered.alpha, expected_depth(rendered.depth, rendered.alpha), info
 
 
-def _check_inputs(gaussians: Gaussians, sh: Tensor, view: View, background: Tensor) -> None:
-    num = len(gaussians)
-    expected = {
-        "means": (gaussians.means, (num, 3)),
-        "quats": (gaussians.quats, (num, 4)),
-        "scales": (gaussians.scales, (num, 3)),
-        "opacities": (gaussians.opacities, (num,)),
-        "viewmat": (view.world_to_cam, (4, 4)),
-        "K": (view.K, (3, 3)),
-        "background": (background, (3,)),
+def _whole(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number") from None
+
+
+def _check_tensors(
+    means: Tensor,
+    quats: Tensor,
+    scales: Tensor,
+    opacities: Tensor,
+    sh: Tensor,
+    viewmat: Tensor,
+    K: Tensor,
+    background: Tensor,
+) -> None:
+    tensors = {
+        "means": means,
+        "quats": quats,
+        "scales": scales,
+        "opacities": opacities,
+        "sh": sh,
+        "viewmat": viewmat,
+        "K": K,
+        "background": background,
     }
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape:
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+    if means.dim() != 2:
+        raise ValueError(f"means must be [N, 3], not {list(means.shape)}")
+    num = len(means)
+    shapes = ((num, 3), (num, 4), (num, 3), (num,), None, (4, 4), (3, 3), (3,))
+    for (name, tensor), shape in zip(tensors.items(), shapes, strict=True):
+        if shape is not None and tensor.shape != shape:
             raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}")
     if sh.dim() != 3 or sh.shape[0] != num or sh.shape[1] not in (1, 4, 9, 16) or sh.shape[2] != 3:
         raise ValueError(f"sh must be [{num}, K, 3] with K = 1, 4, 9 or 16, not {list(sh.shape)}")
-    for name, tensor in {**{name: tensor for name, (tensor, _) in expected.items()}, "sh": sh}.items():
-        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
-            raise ValueError(f"{name} must be float32 on the CPU, not {tensor.dtype} on {tensor.device}")
-    if view.width < 1 or view.height < 1:
-        raise ValueError(f"An image of {view.width} x {view.height} pixels has no pixels")
+    for name, tensor in (("viewmat", viewmat), ("K", K)):
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} must be finite, not {tensor.tolist()}")
+    check_background(background)

@@ -276,13 +276,39 @@ def test_nothing_to_see_is_the_background_with_zero_gradients() -> None:
     torch.testing.assert_close(rgb, scene.tensors["background"].expand_as(rgb))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gaussians_with_colours_that_are_none_are_not_drawn(value: float) -> None:
+    scene = make_scene("plain")
+    without = make_scene("plain")
+    without.tensors = {name: tensor if name == "background" else tensor[1:] for name, tensor in scene.tensors.items()}
+    scene.tensors["sh"][0, 5, 1] = value
+    leaves = scene.leaves(torch.float32)
+    rgb, _, _, info = render(scene, leaves)
+    torch.testing.assert_close(rgb, render(without, without.tensors)[0], rtol=0, atol=0)
+    assert info["owner"].shape == (250,)
+    rgb.sum().backward()
+    assert all(bool(leaf.grad.isfinite().all()) for leaf in leaves.values() if leaf.grad is not None)
+
+
+@pytest.mark.parametrize("size", [(0, 38), (45, 10**9), (2**15, 2**15), (4.5, 38)])
+def test_sizes_of_images_are_checked(size: tuple) -> None:
+    scene = make_scene("plain")
+    scene.width, scene.height = size
+    with pytest.raises(ValueError, match="width"):
+        render(scene, scene.tensors)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("means", torch.zeros(3, 2), "means"),
         ("opacities", torch.zeros(250, 1), "opacities"),
         ("sh", torch.zeros(250, 5, 3), "sh"),
-        ("quats", torch.zeros(250, 4, dtype=torch.float64), "float32"),
+        ("quats", torch.zeros(250, 4, dtype=torch.float64), "quats must be float32"),
+        ("means", torch.zeros(()), "means"),
+        ("sh", torch.zeros(250, 3), "sh"),
+        ("scales", [1.0], "scales must be a tensor, not list"),
+        ("background", torch.full((3,), float("inf")), "background must be finite"),
     ],
 )
 def test_wrong_tensors_are_named(name: str, value: Tensor, message: str) -> None:
@@ -296,6 +322,9 @@ def test_wrong_tensors_are_named(name: str, value: Tensor, message: str) -> None
     [
         {"boundary": "sharp"},
         {"num_partitions": 0},
+        {"num_partitions": 17},
+        {"num_partitions": 2.5},
+        {"tree": "oak"},
         {"sh_degree": 4},
         {"near_plane": 2.0, "far_plane": 1.0},
         {"rasterize_mode": "blurry"},
@@ -304,5 +333,5 @@ def test_wrong_tensors_are_named(name: str, value: Tensor, message: str) -> None
 )
 def test_wrong_options_are_named(options: dict) -> None:
     scene = make_scene("plain")
-    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+    with pytest.raises(ValueError, match=next(iter(options))):
         render(scene, scene.tensors, **options)

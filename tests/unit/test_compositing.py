@@ -79,3 +79,24 @@ def test_expected_depth_is_finite_where_nothing_is() -> None:
 def test_shapes_are_checked(shapes, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         splaxel_ns.composite(*(torch.zeros(shape) for shape in shapes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("colors", [[0.0]], "colors must be a tensor, not list"),
+        ("colors", torch.zeros(2, 4, 5, 3, dtype=torch.float64), "colors must be float32"),
+        ("transmittances", torch.zeros(2, 4, 5, dtype=torch.float64), "transmittances must be float32"),
+        ("background", None, "background must be a tensor, not NoneType"),
+        ("background", torch.tensor([0.0, float("nan"), 0.0]), "background must be finite"),
+    ],
+)
+def test_types_are_checked(name: str, value: object, message: str) -> None:
+    arguments = {
+        "colors": torch.zeros(2, 4, 5, 3),
+        "transmittances": torch.zeros(2, 4, 5),
+        "background": torch.zeros(3),
+        name: value,
+    }
+    with pytest.raises(ValueError, match=message):
+        splaxel_ns.composite(**arguments)  # type: ignore[arg-type]
