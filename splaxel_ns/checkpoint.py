@@ -66,6 +66,8 @@ def write_checkpoint(directory: Path, step: int, content: dict[str, Any]) -> Pat
             os.fsync(file.fileno())
         os.replace(partial, final)
     except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
         # torch reports a failed write of its archive as a RuntimeError; the cause, where there is one, is the OSError.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f"{partial}: {str(cause).splitlines()[0]}") from error
@@ -138,7 +140,7 @@ def load_newest_checkpoint(directory: Path) -> dict[str, Any]:
         try:
             return load_checkpoint(directory / f"step-{step:09d}.ckpt")
         except ValueError as error:
-            CONSOLE.print(f"{error} Trying the one before.", style="bold yellow")
+            CONSOLE.print(f"{error} Trying the one before.", style="bold yellow", markup=False)
     return load_checkpoint(directory / f"step-{steps[0]:09d}.ckpt")
 
 

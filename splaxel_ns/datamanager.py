@@ -187,6 +187,7 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
             f"{reason}\nGoing on without photographs: the model can be viewed and rendered, grey pictures stand in for "
             "the photographs; evaluation ends at the first missing one.",
             style="bold yellow",
+            markup=False,
         )
         return outputs
 
@@ -272,7 +273,11 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
         while len(indices) < self.config.batch_size:
             indices += self.scheduler.next_batch()
         self._rest = indices[self.config.batch_size :]
-        return self._train_views(indices[: self.config.batch_size])
+        try:
+            return self._train_views(indices[: self.config.batch_size])
+        except (OSError, ValueError):
+            self._rest = indices  # the state saved now must not have these views behind it
+            raise
 
     def next_train(self, step: int) -> TrainView:
         """Return one training view, as nerfstudio's own pipeline asks for it."""
@@ -358,6 +363,7 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
             CONSOLE.print(
                 f"{self.config.data}: the training views are not those of the checkpoint; a new epoch begins.",
                 style="bold yellow",
+                markup=False,
             )
             return
         self.scheduler.load_state_dict(state_dict["scheduler"])

@@ -34,6 +34,7 @@ from splaxel_ns.checkpoint import (
 from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import GAUSSIANS, BatchOptimizers
 from splaxel_ns.progress import ProgressLine, has_terminal
+from splaxel_ns.run_lock import RunLock
 
 if TYPE_CHECKING:
     from splaxel_ns.pipeline import SplaxelPipeline
@@ -77,6 +78,20 @@ class SplaxelTrainerConfig(TrainerConfig):
             )
         super().set_timestamp()
 
+    def save_config(self) -> None:
+        """Write config.yml, unless one stands there that belongs to an earlier run: `SplaxelTrainer.setup` replaces
+        that once it is certain that this run starts."""
+        if not self.has_earlier_run():
+            self.write_config()
+
+    def has_earlier_run(self) -> bool:
+        """Whether the run's folder holds a configuration or checkpoints already."""
+        return (self.get_base_dir() / "config.yml").exists() or bool(checkpoint_steps(self.get_checkpoint_dir()))
+
+    def write_config(self) -> None:
+        """Write config.yml, whatever stands there."""
+        super().save_config()
+
 
 class SplaxelTrainer(Trainer):
     """Trains on the CPU, B views per step; `max_num_iterations` is the run's total number of steps, resumed or not.
@@ -103,12 +118,33 @@ class SplaxelTrainer(Trainer):
         self._saved_step: int | None = None
         self._event_writers: list[Any] = []
         self._loaded_generators: dict[str, Tensor] | None = None
+        self._signals = StopSignals()
+        self._lock: RunLock | None = None
+        self._between_steps = True  # the state is that after a whole step
 
     def setup(self, test_mode: Literal["test", "val", "inference"] = "val") -> None:
         """Build pipeline, optimisers, viewer and writers; the checkpoint's model is loaded before the optimisers exist.
 
         Loading replaces the model's parameters, and optimisers made earlier would go on moving the old ones.
+
+        Raises:
+            ValueError: Another run trains in this folder, or configuration, data and checkpoint do not go together.
+            SystemExit: SIGINT came; 130.
         """
+        self._lock = RunLock(self.base_dir)
+        try:
+            self._set_up(test_mode)
+            if not self._complete:
+                # Also where it stands already: this run's flags are those that its checkpoints fit.
+                self.config.write_config()
+        except KeyboardInterrupt:
+            self._lock.release()
+            raise SystemExit(128 + signal.SIGINT) from None
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _set_up(self, test_mode: Literal["test", "val", "inference"]) -> None:
         loaded = self._find_checkpoint()
         if loaded is not None and loaded["step"] + 1 >= self.config.max_num_iterations:
             self._complete = True
@@ -193,34 +229,61 @@ class SplaxelTrainer(Trainer):
             FloatingPointError: A loss was not finite.
             RuntimeError: The final checkpoint could not be written.
         """
+        try:
+            if self._complete:
+                CONSOLE.print(
+                    f"Nothing to train: {self.step + 1} steps are done and --max-num-iterations, the total, is "
+                    f"{self.config.max_num_iterations}."
+                )
+                return
+            self._train()
+        except KeyboardInterrupt:
+            CONSOLE.print(f"Interrupted in step {self.step + 1}. {self._how_to_continue()}", markup=False)
+            raise SystemExit(128 + signal.SIGINT) from None
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def _train(self) -> None:
         total = self.config.max_num_iterations
-        if self._complete:
-            CONSOLE.print(
-                f"Nothing to train: {self.step + 1} steps are done and --max-num-iterations, the total, is {total}."
-            )
-            return
         self._save_dataparser_transform()
         self._init_viewer_state()
         if self._loaded_generators is not None:
             restore_generators(self._loaded_generators)
         self.step = self._start_step - 1  # the last finished step
         try:
-            with (
-                StopSignals() as signals,
-                TimeWriter(writer, EventName.TOTAL_TRAIN_TIME),
-                ProgressLine(total, self.config.logging.steps_per_log, has_terminal()) as progress,
-            ):
-                for step in range(self._start_step, total):
-                    self._wait_while_paused(signals)
-                    if self.stop_training or signals.received is not None:
-                        break
-                    self._run_step(step, progress)
-            if signals.received is not None and self.step + 1 < total:
-                self._end_on_signal(signals.received)
+            with self._signals as signals:
+                with (
+                    TimeWriter(writer, EventName.TOTAL_TRAIN_TIME),
+                    ProgressLine(total, self.config.logging.steps_per_log, has_terminal()) as progress,
+                ):
+                    for step in range(self._start_step, total):
+                        self._wait_while_paused(signals)
+                        if self.stop_training or signals.received is not None:
+                            break
+                        self._run_or_save(step, progress)
+                if signals.received is not None and self.step + 1 < total:
+                    self._end_on_signal(signals.received)
+                self._save_last()
             self._after_train()
         finally:
             self._close_writers()
             self._close_viewer()
+
+    def _run_or_save(self, step: int, progress: ProgressLine) -> None:
+        """One step; photographs that have vanished cost no more than the step that missed them."""
+        try:
+            self._run_step(step, progress)
+        except (OSError, ValueError):
+            if self._between_steps and self.step >= 0:
+                self.save_checkpoint(self.step)
+                if self._saved_step == self.step:
+                    CONSOLE.print(
+                        f"Step {step} failed; the state after step {self.step} is saved. {self._how_to_continue()}",
+                        style="bold red",
+                        markup=False,
+                    )
+            raise
 
     def _run_step(self, step: int, progress: ProgressLine) -> None:
         """One step with everything nerfstudio hangs on it: callbacks, viewer, event files, evaluation, checkpoint."""
@@ -230,6 +293,7 @@ class SplaxelTrainer(Trainer):
             loss, loss_dict, metrics_dict = self.train_iteration(step)
             self._run_callbacks(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
         self.step = step
+        self._between_steps = True
         num_gaussians = self.pipeline.model.num_points
         progress.update(step, timer.duration, float(loss), float(metrics_dict["psnr"]), num_gaussians)
         if step > 1:  # the first steps would skew the viewer's estimate of how often it may render
@@ -258,6 +322,7 @@ class SplaxelTrainer(Trainer):
         loss, loss_dict, metrics_dict = self.pipeline.train_step(step)
         if self.config.log_gradients:
             metrics_dict |= self._gradient_norms()
+        self._between_steps = False
         self.optimizers.optimizer_step_all()
         self.optimizers.scheduler_step_all(step)
         self.pipeline.model.refine(step)
@@ -291,15 +356,17 @@ class SplaxelTrainer(Trainer):
         if step < 0 or step == self._saved_step:
             return
         try:
-            path = write_checkpoint(self.checkpoint_dir, step, self._state(step))
-            self._saved_step = step
-            if self.config.save_only_latest_checkpoint:
-                remove_others(self.checkpoint_dir, keep=path)
+            with self._signals.deferred():
+                path = write_checkpoint(self.checkpoint_dir, step, self._state(step))
+                self._saved_step = step
+                if self.config.save_only_latest_checkpoint:
+                    remove_others(self.checkpoint_dir, keep=path)
         except OSError as error:
             CONSOLE.print(
                 f"Could not save the checkpoint of step {step}: {error}. Checkpoints written before are untouched; "
                 "training goes on. Free space or make the folder writable before it ends.",
                 style="bold red",
+                markup=False,
             )
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -334,7 +401,8 @@ class SplaxelTrainer(Trainer):
         if own:
             CONSOLE.print(
                 f"{self.checkpoint_dir} holds the checkpoints of an earlier run: the first one that this run writes "
-                "replaces them. (--resume auto would have continued it.)"
+                "replaces them. (--resume auto would have continued it.)",
+                markup=False,
             )
         if config.load_dir is not None:
             if config.load_step is not None:
@@ -343,7 +411,7 @@ class SplaxelTrainer(Trainer):
         if config.load_checkpoint is not None:
             return load_checkpoint(config.load_checkpoint)
         if config.resume == "auto":
-            CONSOLE.print(f"{self.checkpoint_dir} holds no checkpoint yet: training starts from scratch.")
+            CONSOLE.print(f"{self.checkpoint_dir} holds no checkpoint yet: training starts from scratch.", markup=False)
         return None
 
     def _load_state(self, loaded: dict[str, Any]) -> None:
@@ -392,12 +460,17 @@ class SplaxelTrainer(Trainer):
         saved = f"its checkpoint is in {self.checkpoint_dir}" if self._saved_step == self.step else "nothing was saved"
         CONSOLE.print(
             f"Stopped by {signal.Signals(number).name} after {self.step + 1} of {self.config.max_num_iterations} "
-            f"steps; {saved}. Continue with --resume auto --timestamp {self.config.timestamp}."
+            f"steps; {saved}. {self._how_to_continue()}",
+            markup=False,
         )
         raise SystemExit(128 + number)
 
-    def _after_train(self) -> None:
-        """Save, run the last callbacks, and keep the viewer where somebody can still use it."""
+    def _how_to_continue(self) -> str:
+        if self._saved_step is None and not checkpoint_steps(self.checkpoint_dir):
+            return "There is no checkpoint to continue from."
+        return f"Continue with --resume auto --timestamp {self.config.timestamp}."
+
+    def _save_last(self) -> None:
         self.training_state = "completed"
         self.save_checkpoint(self.step)
         if self.step >= 0 and self._saved_step != self.step:
@@ -405,11 +478,15 @@ class SplaxelTrainer(Trainer):
                 f"Training ended at step {self.step}, but its checkpoint could not be written to {self.checkpoint_dir} "
                 f"(see above). The last one saved is that of step {self._saved_step}."
             )
-        CONSOLE.print(f"{self.step + 1} steps are done. Configuration: {self.base_dir / 'config.yml'}")
-        CONSOLE.print(f"Checkpoints: {self.checkpoint_dir}")
+
+    def _after_train(self) -> None:
+        """Run the last callbacks, and keep the viewer where somebody can still use it."""
+        CONSOLE.print(f"{self.step + 1} steps are done. Configuration: {self.base_dir / 'config.yml'}", markup=False)
+        CONSOLE.print(f"Checkpoints: {self.checkpoint_dir}", markup=False)
         self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
         _write_events(flush=True)
-        if self.viewer_state is not None and has_terminal() and not self.config.viewer.quit_on_train_completion:
+        watched = self.viewer_state is not None and has_terminal() and self._signals.received is None
+        if watched and not self.config.viewer.quit_on_train_completion:
             try:
                 self._train_complete_viewer()
             except KeyboardInterrupt:
@@ -456,4 +533,6 @@ def _write_events(flush: bool = False) -> None:
         writer.EVENT_STORAGE.clear()
         # Its thread has ended with this error and would raise it again at every step.
         writer.EVENT_WRITERS[:] = [item for item in writer.EVENT_WRITERS if not isinstance(item, TensorboardWriter)]
-        CONSOLE.print(f"The event files cannot be written any more ({error}); training goes on.", style="bold red")
+        CONSOLE.print(
+            f"The event files cannot be written any more ({error}); training goes on.", style="bold red", markup=False
+        )

@@ -374,7 +374,7 @@ def test_a_nan_loss_stops_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypa
     assert list(models(tmp_path).parent.glob("events.out.tfevents*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_after_the_step_and_exits(tmp_path: Path, capsys: Any, number: signal.Signals) -> None:
     trainer = start(make_config(tmp_path, 50))
     trainer.pipeline.model.after_backward = lambda camera: (
@@ -387,6 +387,90 @@ def test_a_signal_saves_after_the_step_and_exits(tmp_path: Path, capsys: Any, nu
     assert signal.getsignal(number) is before
     assert checkpoint_steps(models(tmp_path)) == [6]
     assert "--resume auto --timestamp run" in " ".join(capsys.readouterr().out.split())
+    assert list(run(make_config(tmp_path, 9, resume="auto")).losses) == [7, 8]
+
+
+def test_an_earlier_configuration_stays_until_the_new_run_is_set_up(tmp_path: Path) -> None:
+    config = models(tmp_path).parent / "config.yml"
+    run(make_config(tmp_path, 6))
+    before = config.read_text()
+    run(make_config(tmp_path, 6, resume="auto", steps_per_save=77))
+    assert config.read_text() == before, "there was nothing to train"
+    with pytest.raises(ValueError, match="batch-size 1"):
+        start(make_config(tmp_path, 9, resume="auto", batch_size=2))
+    assert config.read_text() == before, "the resume was refused"
+    run(make_config(tmp_path, 9, resume="auto", steps_per_save=77))
+    assert yaml.load(config.read_text(), Loader=yaml.Loader).steps_per_save == 77
+
+
+def test_a_second_run_in_the_folder_is_refused_while_the_first_trains(tmp_path: Path) -> None:
+    first = start(make_config(tmp_path, 4))
+    config = (models(tmp_path).parent / "config.yml").read_text()
+    with pytest.raises(ValueError, match=r"toy/splaxel/run.*another --timestamp"):
+        start(make_config(tmp_path, 5))
+    assert (models(tmp_path).parent / "config.yml").read_text() == config
+    first.train()
+    assert list(run(make_config(tmp_path, 5, resume="auto")).losses) == [4]
+
+
+def test_a_second_interrupt_waits_for_the_checkpoint(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    trainer = start(make_config(tmp_path, 50))
+    trainer.pipeline.model.after_backward = lambda camera: (
+        os.kill(os.getpid(), signal.SIGINT) if trainer.pipeline.model.step == 6 else None
+    )
+    save = torch.save
+
+    def interrupted_save(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        save(*args)
+
+    monkeypatch.setattr(torch, "save", interrupted_save)
+    with pytest.raises(SystemExit) as stopped:
+        trainer.train()
+    assert stopped.value.code == 130
+    assert checkpoint_steps(models(tmp_path)) == [6]
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Could not save" not in out and "--resume auto --timestamp run" in out
+
+
+def test_an_interrupt_without_a_checkpoint_offers_none(tmp_path: Path, capsys: Any) -> None:
+    trainer = start(make_config(tmp_path, 50))
+
+    def twice(camera: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer.pipeline.model.after_backward = twice
+    with pytest.raises(SystemExit) as stopped:
+        trainer.train()
+    assert stopped.value.code == 130 and not checkpoint_steps(models(tmp_path))
+    assert "no checkpoint to continue from" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_photograph_that_vanishes_costs_one_step(tmp_path: Path, capsys: Any) -> None:
+    trainer = start(make_config(tmp_path, 50))
+    inner = trainer.pipeline.datamanager.next_train_batch
+
+    def vanish(step: int) -> list:
+        if step == 7:
+            raise ValueError("[/data]/0007.png cannot be read")
+        return inner(step)
+
+    trainer.pipeline.datamanager.next_train_batch = vanish
+    with pytest.raises(ValueError, match="0007.png"):
+        trainer.train()
+    assert checkpoint_steps(models(tmp_path)) == [6]
+    assert "the state after step 6 is saved" in " ".join(capsys.readouterr().out.split())
     assert list(run(make_config(tmp_path, 9, resume="auto")).losses) == [7, 8]
 
 
@@ -524,7 +608,7 @@ def test_one_view_has_no_deviation_and_none_is_an_error(tmp_path: Path) -> None:
     trainer = start(make_config(tmp_path, 1, num_eval=1))
     assert trainer.pipeline.get_average_eval_image_metrics(get_std=True)["psnr_std"] == 0.0
     writer.EVENT_WRITERS.clear()
-    trainer = start(make_config(tmp_path, 3, num_eval=0, steps_per_eval_all_images=1))
+    trainer = start(make_config(tmp_path / "none", 3, num_eval=0, steps_per_eval_all_images=1))
     for evaluate in (trainer.pipeline.get_average_eval_image_metrics, trainer.pipeline.get_eval_loss_dict):
         with pytest.raises(ValueError, match="no view to evaluate"):
             evaluate(step=0)
