@@ -33,6 +33,8 @@ REQUIRED = {
     "generators": dict,
 }
 """What a checkpoint must hold besides `format` and `version`, and of which type."""
+MAX_STEP = 2**31 - 1
+REMEDY = "Use another checkpoint (--load-checkpoint FILE, or --load-dir FOLDER with --load-step)."
 
 _NAME = re.compile(r"step-(\d{9}|[1-9]\d{9,})\.ckpt")
 _PARTIAL = ".ckpt.partial"
@@ -99,15 +101,18 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return directory / f"step-{steps[-1]:09d}.ckpt" if steps else None
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
     """Read a checkpoint, every byte of it verified, without executing code from it.
+
+    Args:
+        path: The file.
+        remedy: What an error recommends, a sentence.
 
     Raises:
         ValueError: The file is missing, truncated, corrupted, not a splaxel checkpoint, or of another format version.
     """
     if not path.is_file():
         raise ValueError(f"There is no checkpoint {path}.")
-    remedy = "Use another checkpoint (--load-checkpoint FILE, or --load-dir FOLDER with --load-step)."
     try:
         with zipfile.ZipFile(path) as archive:
             # torch.load does not look at the checksums of the tensors it reads.
@@ -127,8 +132,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_newest_checkpoint(directory: Path) -> dict[str, Any]:
+def load_newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]]:
     """Read the newest checkpoint in a folder; one that cannot be read is reported, and the one before is tried.
+
+    Returns:
+        The file and its content.
 
     Raises:
         ValueError: There is none, or none can be read.
@@ -137,11 +145,13 @@ def load_newest_checkpoint(directory: Path) -> dict[str, Any]:
     if not steps:
         raise ValueError(f"There is no checkpoint (step-XXXXXXXXX.ckpt) in {directory}.")
     for step in reversed(steps[1:]):
+        path = directory / f"step-{step:09d}.ckpt"
         try:
-            return load_checkpoint(directory / f"step-{step:09d}.ckpt")
+            return path, load_checkpoint(path)
         except ValueError as error:
             CONSOLE.print(f"{error} Trying the one before.", style="bold yellow", markup=False)
-    return load_checkpoint(directory / f"step-{steps[0]:09d}.ckpt")
+    path = directory / f"step-{steps[0]:09d}.ckpt"
+    return path, load_checkpoint(path)
 
 
 def _check_content(path: Path, content: Any, remedy: str) -> None:
@@ -153,8 +163,22 @@ def _check_content(path: Path, content: Any, remedy: str) -> None:
             "use the splaxel that wrote it."
         )
     for name, kind in REQUIRED.items():
-        if not isinstance(content.get(name), kind):
+        value = content.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"{path} is incomplete: its entry {name!r} is missing or no {kind.__name__}. {remedy}")
+    if not 0 <= content["step"] <= MAX_STEP:
+        raise ValueError(f"{path} is damaged: its step is {content['step']}, not from 0 to {MAX_STEP}. {remedy}")
+    _check_generators(path, content["generators"], remedy)
+
+
+def _check_generators(path: Path, states: dict[Any, Any], remedy: str) -> None:
+    for name, own in generator_states().items():
+        state = states.get(name)
+        fits = isinstance(state, Tensor) and state.dtype == own.dtype and state.shape == own.shape
+        if fits and name != "torch":  # 624 words of 32 bits and a position among them
+            fits = bool(((state >= 0) & (state < 2**32)).all()) and int(state[-1]) <= len(state) - 1
+        if not fits:
+            raise ValueError(f"{path} is damaged: its state of the generator {name!r} is none. {remedy}")
 
 
 def plain(value: Any, where: str = "checkpoint") -> Any:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
+import torch
 from nerfstudio.models.splatfacto import num_sh_bases
 from torch import Tensor
 
@@ -87,6 +88,11 @@ def check_state(state: Mapping[str, Any], sh_degree: int) -> None:
                 f"The checkpoint does not fit: {name} is {list(state[name].shape)}, expected {[num, *shape]}. Use the "
                 f"config.yml of the run that wrote it (--pipeline.model.sh-degree is {sh_degree} here)"
             )
+        if state[name].dtype != torch.float32:
+            raise ValueError(f"The checkpoint is damaged: {name} is {state[name].dtype}, expected torch.float32")
+        finite = state[name].isfinite().flatten(1).all(dim=1)
+        if not finite.all():
+            raise ValueError(f"The checkpoint is damaged: {name} is not finite for {int((~finite).sum())} of {num}")
     if state["near_plane"].numel() != 1 or not state["near_plane"].isfinite().all():
         raise ValueError(f"The checkpoint is damaged: near_plane is {state['near_plane'].tolist()}")
 

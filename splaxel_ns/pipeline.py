@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.cuda.amp.grad_scaler import GradScaler
 
+from splaxel_ns.checkpoint import MAX_STEP
 from splaxel_ns.cuda import _backend
 from splaxel_ns.viewer_panel import PartitionPanel
 
@@ -250,8 +251,8 @@ class SplaxelPipeline(VanillaPipeline):
 
 def _checked_state(loaded_state: Any, step: Any) -> dict[str, Tensor]:
     """The state as a mapping of names to tensors, or a clear error."""
-    if not isinstance(loaded_state, dict) or not isinstance(step, int):
-        raise ValueError("The checkpoint is not one of splaxel: its model state or step is of the wrong type.")
+    if not isinstance(loaded_state, dict) or type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise ValueError(f"The checkpoint is not one of splaxel: its model state or its step ({step!r}) is none.")
     for key, value in loaded_state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             raise ValueError(f"The checkpoint is not one of splaxel: its entry {key!r} is no tensor.")

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -145,7 +146,7 @@ class SplaxelTrainer(Trainer):
             raise
 
     def _set_up(self, test_mode: Literal["test", "val", "inference"]) -> None:
-        loaded = self._find_checkpoint()
+        path, loaded = self._find_checkpoint() or (None, None)
         if loaded is not None and loaded["step"] + 1 >= self.config.max_num_iterations:
             self._complete = True
             self.step = loaded["step"]
@@ -158,12 +159,17 @@ class SplaxelTrainer(Trainer):
             grad_scaler=self.grad_scaler,
         )
         self.batch_size: int = self.pipeline.datamanager.config.batch_size
-        if loaded is not None:
-            self._require_same_batch(loaded["batch_size"])
-            self.pipeline.load_pipeline(loaded["pipeline"], loaded["step"])
-        self.optimizers = self.setup_optimizers()
-        if loaded is not None:
-            self._load_state(loaded)
+        try:
+            if loaded is not None:
+                self._require_same_batch(loaded["batch_size"])
+                self.pipeline.load_pipeline(loaded["pipeline"], loaded["step"])
+            self.optimizers = self.setup_optimizers()
+            if loaded is not None:
+                self._load_state(loaded)
+        except ValueError as error:
+            if path is None:
+                raise
+            raise ValueError(f"{path}: {error}") from error
         banner = self._start_viewer()
         self._check_viewer_warnings()
         self.callbacks = self.pipeline.get_training_callbacks(
@@ -382,8 +388,8 @@ class SplaxelTrainer(Trainer):
             "generators": generator_states(),
         }
 
-    def _find_checkpoint(self) -> dict[str, Any] | None:
-        """The content of the checkpoint this run starts from, None for a fresh start.
+    def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint this run starts from and its content, None for a fresh start.
 
         Raises:
             ValueError: A checkpoint was asked for and none of those there can be read; or the checkpoints of another
@@ -405,11 +411,12 @@ class SplaxelTrainer(Trainer):
                 markup=False,
             )
         if config.load_dir is not None:
-            if config.load_step is not None:
-                return load_checkpoint(config.load_dir / f"step-{config.load_step:09d}.ckpt")
-            return load_newest_checkpoint(config.load_dir)
+            if config.load_step is None:
+                return load_newest_checkpoint(config.load_dir)
+            path = config.load_dir / f"step-{config.load_step:09d}.ckpt"
+            return path, load_checkpoint(path)
         if config.load_checkpoint is not None:
-            return load_checkpoint(config.load_checkpoint)
+            return config.load_checkpoint, load_checkpoint(config.load_checkpoint)
         if config.resume == "auto":
             CONSOLE.print(f"{self.checkpoint_dir} holds no checkpoint yet: training starts from scratch.", markup=False)
         return None
@@ -431,7 +438,7 @@ class SplaxelTrainer(Trainer):
                 self.optimizers.load_schedulers(loaded["schedulers"])
             self.pipeline.datamanager.load_state_dict(loaded["datamanager"])
             self.pipeline.model.load_training_state(loaded["model"])
-        except (KeyError, TypeError, IndexError, RuntimeError) as error:
+        except (AttributeError, KeyError, TypeError, IndexError, RuntimeError) as error:
             raise ValueError(
                 f"The checkpoint's state does not fit this configuration ({type(error).__name__}: {error}): continue "
                 "with the flags and the data of the run that wrote it."
@@ -509,6 +516,8 @@ class SplaxelTrainer(Trainer):
 def _refuse_unsupported(config: SplaxelTrainerConfig, world_size: int) -> None:
     if world_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("splaxel trains in one process so far: use --machine.num-devices 1 and no torchrun.")
+    if config.max_num_iterations < 1:
+        raise ValueError(f"--max-num-iterations is {config.max_num_iterations}; it must be at least 1.")
     if config.mixed_precision or config.use_grad_scaler:
         raise ValueError("splaxel trains in float32: leave out --mixed-precision and --use-grad-scaler.")
     if any(steps != 1 for steps in config.gradient_accumulation_steps.values()):

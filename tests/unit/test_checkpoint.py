@@ -167,6 +167,24 @@ def test_foreign_and_incomplete_files(tmp_path: Path) -> None:
         load_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": -1}, "step is -1"),
+        ({"step": 2**31}, "step is 2147483648"),
+        ({"step": True}, "'step' is missing or no int"),
+        ({"generators": {}}, "generator 'torch'"),
+        ({"generators": generator_states() | {"python": torch.zeros(625)}}, "generator 'python'"),
+        ({"generators": generator_states() | {"numpy": torch.full((625,), -1)}}, "generator 'numpy'"),
+    ],
+)
+def test_values_out_of_range_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "step-000000003.ckpt"
+    torch.save(plain(content() | {"format": "splaxel", "version": 1} | changes), path)
+    with pytest.raises(ValueError, match=rf"step-000000003.ckpt.*{message}"):
+        load_checkpoint(path)
+
+
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     models = tmp_path / "models"
     first = write_checkpoint(models, 1, content(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -199,6 +200,21 @@ def test_a_fully_masked_view_has_no_gradient() -> None:
     assert float(model.strategy_state["count"].sum()) == 0
 
 
+@pytest.mark.parametrize(("unmasked", "names"), [(0, set()), (5, {"psnr"}), (11, {"psnr", "ssim"})])
+def test_metrics_that_a_mask_leaves_nothing_of_are_left_out(
+    unmasked: int, names: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model(seeds(40)).eval()
+    mask = torch.zeros(HEIGHT, WIDTH, 1, dtype=torch.bool)
+    mask[:unmasked, :unmasked] = True
+    outputs = model.get_outputs_for_camera(one_camera())
+    for _ in range(2):
+        metrics, _images = model.get_image_metrics_and_images(outputs, batch(mask=mask))
+        assert set(metrics) - {"lpips"} == names
+        assert all(math.isfinite(value) for value in metrics.values())
+    assert " ".join(capsys.readouterr().out.split()).count("has no part in") == (unmasked < 11)
+
+
 def test_metrics_agree_with_their_usual_definitions() -> None:
     from pytorch_msssim import SSIM
 
@@ -325,6 +341,8 @@ def test_foreign_and_damaged_states_end_in_one_sentence() -> None:
         (good | {"gauss_params.features_rest": torch.zeros(10, 8, 3)}, "sh-degree"),
         (good | {"tree_children": torch.zeros(1, 2, dtype=torch.int32)}, "damaged"),
         (good | {"near_plane": torch.tensor(float("nan"))}, "near_plane"),
+        (good | {"gauss_params.means": torch.full((10, 3), float("nan"))}, "means is not finite for 10 of 10"),
+        (good | {"gauss_params.scales": torch.zeros(10, 3).double()}, "scales is torch.float64"),
     ]
     for state, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -347,7 +347,7 @@ def test_resume_with_only_broken_checkpoints_is_an_error(tmp_path: Path) -> None
 
 def test_resume_with_another_batch_size_is_refused(tmp_path: Path) -> None:
     run(make_config(tmp_path, 3))
-    with pytest.raises(ValueError, match="--pipeline.datamanager.batch-size 1"):
+    with pytest.raises(ValueError, match=r"step-000000002.ckpt: .*--pipeline.datamanager.batch-size 1"):
         start(make_config(tmp_path, 9, resume="auto", batch_size=2))
 
 
@@ -638,12 +638,13 @@ def test_an_old_config_without_our_newer_fields_loads(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"mixed_precision": True}, "float32"),
+        ({"total": 0}, "--max-num-iterations is 0"),
         ({"gradient_accumulation_steps": {"means": 4}}, "batch-size"),
     ],
 )
 def test_what_cannot_be_done_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        start(make_config(tmp_path, 1, **changes))
+        start(make_config(tmp_path, **({"total": 1} | changes)))
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
