@@ -57,6 +57,7 @@ from splaxel_ns.dataparsers.photos import check_photographs, reconcile_intrinsic
 
 _AERIAL_SIZE, _STREET_SIZE = (1920.0, 1080.0), (1000.0, 1000.0)  # pixels, as distributed
 _AERIAL_FOV, _STREET_FOV = np.pi / 4, np.pi / 2
+_DEFAULT_DATA = Path("matrixcity/small_city/aerial")
 _MAX_SEED_POINTS = 1_000_000
 _CROP_OVERSAMPLING = 8  # a cloud of a whole city is read this much denser than one block of it needs
 _LEAST_MARGIN = 100.0  # metres around the cameras: in a street they see that far
@@ -69,7 +70,7 @@ class MatrixCityDataParserConfig(DataParserConfig):
 
     _target: Type = field(default_factory=lambda: MatrixCityDataParser)  # noqa: UP006
     """target class to instantiate"""
-    data: Path = Path("matrixcity/small_city/aerial")
+    data: Path = _DEFAULT_DATA
     """Folder of a scene (matrixcity/small_city/aerial), of a city, of the whole data set, or of one block
     (.../pose/block_A, .../train/block_1)."""
     scene: str = "auto"
@@ -184,6 +185,12 @@ class MatrixCityDataParser(DataParser):
             selection = Selection(
                 config.scene, tuple(config.block), config.dense, config.road_outside, config.all_frames
             )
+            if config.data == _DEFAULT_DATA and not config.data.exists() and archive_of(config.data) is None:
+                raise ValueError(
+                    f"--data was not given (or is its default): {config.data} does not exist in {Path.cwd()}. Give the "
+                    "folder of a scene; other data than MatrixCity needs the name of its dataparser as well "
+                    "(ns-train splaxel splaxel-colmap --data FOLDER)."
+                )
             self._layout = find_layout(config.data, selection)
             for note in self._layout.notes:
                 self._say(note)

@@ -105,6 +105,11 @@ def _start(data: Path) -> _Start:
             folder = data if archive != data else data.parent / data.name.split(".")[0]
             raise ValueError(packed_message([(archive, folder)]))
         raise ValueError(f"{data} does not exist. --data takes a folder such as matrixcity/small_city/aerial.")
+    if not data.is_dir():
+        raise ValueError(
+            f"{data} is a file. --data takes a folder such as matrixcity/small_city/aerial, or one of its camera files "
+            "(.json)."
+        )
     if _has_pose_files(data):
         scene = data.parent.parent if data.parent.name == "pose" else data
         return _Start({scene.name: (scene,)}, source="pose", pose_folder=data)

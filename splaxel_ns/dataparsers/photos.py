@@ -226,7 +226,9 @@ def _mismatch(name: str, count: int, file: np.ndarray, camera: np.ndarray, orien
     """The message for a photograph whose proportions are not its camera's."""
     head = f"'{name}' has {_size(file)} pixels, its camera {_size(camera)}: not the same proportions"
     head += f" (nor have {count - 1} others). " if count > 1 else ". "
-    turned = (file[0] - file[1]) * (camera[0] - camera[1]) < 0
+    sideways = (file[0] - file[1]) * (camera[0] - camera[1]) < 0
+    # The swapped sides must fit the camera's up to rounding: else it is another photograph.
+    turned = sideways and ((file[::-1] - 1.0) / camera).max() < ((file[::-1] + 1.0) / camera).min()
     if turned and orientation >= 5:
         return head + (
             f"The cameras were computed for photographs turned by their EXIF orientation (here {orientation}), which "

@@ -429,8 +429,17 @@ def test_unknown_layouts(tmp_path: Path):
         parser(tmp_path).get_dataparser_outputs()
     with pytest.raises(ValueError, match="does not exist"):
         parser(tmp_path / "nowhere").get_dataparser_outputs()
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ValueError, match="notes.txt is a file. --data takes a folder"):
+        parser(tmp_path / "notes.txt").get_dataparser_outputs()
     with pytest.raises(ValueError, match="Unknown split 'all'"):
         parser(tmp_path).get_dataparser_outputs("all")
+
+
+def test_missing_data_option_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="--data was not given .*small_city/aerial does not exist"):
+        MatrixCityDataParserConfig().setup().get_dataparser_outputs()
 
 
 def test_whole_small_city_takes_seconds(tmp_path: Path):

@@ -184,6 +184,9 @@ def test_equal_sizes_change_nothing() -> None:
         ((200, 149), (200, 100), 1, "'x.jpg' has 200x100 pixels, its camera 200x149.*both sides alike"),
         ((149, 200), (200, 149), 6, "EXIF orientation .here 6.*auto-orient"),
         ((149, 200), (200, 149), 1, "turned after its camera was computed"),
+        ((149, 200), (101, 75), 1, "turned after its camera was computed"),
+        ((149, 200), (200, 101), 1, "200x101 pixels, its camera 149x200.*both sides alike"),
+        ((149, 200), (200, 101), 6, "200x101 pixels, its camera 149x200.*both sides alike"),
         ((0, 149), (200, 149), 1, "camera of 'x.jpg' is 0x149"),
     ],
 )
