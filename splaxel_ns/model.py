@@ -5,6 +5,7 @@ Shapes: N Gaussians, P partitions, K SH coefficients, H x W pixels.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttrib
 from nerfstudio.model_components.lib_bilagrid import BilateralGrid, total_variation_loss
 from nerfstudio.utils.colors import get_color
 from nerfstudio.utils.rich_utils import CONSOLE
+from rich.markup import escape
 from torch import Tensor
 
 from splaxel_ns import cameras as camera_views
@@ -280,7 +282,7 @@ class SplaxelModel(PartitionedGaussians):
         try:
             view = self.view_of(camera)
         except ValueError as error:  # raised, it would end the viewer's thread
-            self._say_once("lens", f"[yellow]{error}")
+            self._say_once("lens", f"[yellow]{escape(str(error))}")
             return self._outputs(empty[..., None].expand(-1, -1, 3), empty, empty, black)
         shown = self.shown_partition
         if self.overlay is not None:
@@ -334,6 +336,12 @@ class SplaxelModel(PartitionedGaussians):
         terms = {"main_loss": loss.photometric_loss(outputs["rgb"], target, mask, self.config.ssim_lambda)}
         if self.training:
             self.info["mask"] = mask
+            if mask is not None and not bool(mask.any()):
+                self._say_once(
+                    "masked",
+                    f"[yellow]Training view {batch.get('image_idx', '')} is masked entirely at this resolution: "
+                    "nothing is learnt from it, nor from others like it.",
+                )
         if self.config.use_scale_regularization and crosses(self.step, self.batch_size, 10):
             terms["scale_reg"] = loss.scale_regularization(self.scales, self.config.max_gauss_ratio)
         if self.training:
@@ -370,23 +378,41 @@ class SplaxelModel(PartitionedGaussians):
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """PSNR, SSIM and, where its weights are on disk, LPIPS of one view; photograph and render side by side.
 
-        With `color_corrected_metrics` also those of the render in the photograph's colours, as cc_psnr and so on.
+        With `color_corrected_metrics` also those of the render in the photograph's colours, as cc_psnr and so on. A
+        view that is masked entirely has no metrics, and one whose unmasked pixels are too few for some lacks those.
         """
         target, mask = self._target(outputs, batch)
+        images = {"img": torch.cat([target, outputs["rgb"]], dim=1)}
+        if mask is not None and not bool(mask.any()):
+            self._say_once(
+                "masked in evaluation",
+                f"[yellow]Evaluation view {batch.get('image_idx', '')} is masked entirely: it has no part in the "
+                "metrics, nor have others like it.",
+            )
+            return {}, images
         pictures = {"": outputs["rgb"]}
         if self.config.color_corrected_metrics:
             pictures["cc_"] = loss.color_corrected(outputs["rgb"], target, mask)
         if self._lpips is None:
             self._lpips = (loss.load_lpips(),)
         if self._lpips[0] is None:
-            self._say_once("lpips", f"LPIPS is left out: its AlexNet weights are not at {loss.alexnet_weights()}")
+            weights = escape(str(loss.alexnet_weights()))
+            self._say_once("lpips", f"LPIPS is left out: its AlexNet weights are not at {weights}")
         metrics = {}
         for prefix, rgb in pictures.items():
             metrics[f"{prefix}psnr"] = float(loss.psnr(rgb, target, mask))
             metrics[f"{prefix}ssim"] = float(loss.ssim(rgb, target, mask))
             if self._lpips[0] is not None:
                 metrics[f"{prefix}lpips"] = loss.lpips(self._lpips[0], rgb, target, mask)
-        return metrics, {"img": torch.cat([target, outputs["rgb"]], dim=1)}
+        missing = [name for name, value in metrics.items() if math.isnan(value)]
+        if missing and not math.isnan(metrics["psnr"]):  # otherwise the picture is not a number itself
+            self._say_once(
+                f"no {missing}",
+                f"[yellow]Evaluation view {batch.get('image_idx', '')} has no part in {', '.join(missing)}: too few "
+                "pixels are left by its mask, or all have one colour. Nor have others like it.",
+            )
+            metrics = {name: value for name, value in metrics.items() if name not in missing}
+        return metrics, images
 
     # Training
 

@@ -53,8 +53,10 @@ def random_gaussians(low: Tensor, high: Tensor, num_random: int) -> tuple[Tensor
     """
     box = " to ".join(str([round(v, 3) for v in corner.tolist()]) for corner in (low, high))
     CONSOLE.print(
-        f"[yellow]Training starts from {num_random} random points in the box {box}. A point cloud gives a better "
-        "picture sooner."
+        f"Training starts from {num_random} random points in the box {box}. A point cloud gives a better "
+        "picture sooner.",
+        style="yellow",
+        markup=False,  # the box is in brackets
     )
     return low + torch.rand(num_random, 3) * (high - low), None
 
