@@ -21,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from splaxel_ns.image_io import read_mask, read_photograph
+from splaxel_ns.loss import SSIM_WINDOW
 from splaxel_ns.photo_cache import Photo, PhotoCache
 
 PERSPECTIVE, FISHEYE = CameraType.PERSPECTIVE.value, CameraType.FISHEYE.value
@@ -120,7 +121,7 @@ class SplaxelDataset(InputDataset):
         has_photographs: Whether photographs may be opened for display; without, grey stand-ins are shown.
 
     Raises:
-        ValueError: A camera is not a pinhole after undistortion.
+        ValueError: A camera is not a pinhole after undistortion, or its photograph is too small for SSIM's window.
     """
 
     def __init__(
@@ -140,6 +141,18 @@ class SplaxelDataset(InputDataset):
         self._lens_cameras = self.cameras
         self._lenses = _lenses(self.cameras, self.image_filenames)
         self.cameras = _pinhole_cameras(self.cameras, self._lenses, self.image_filenames)
+        if has_photographs:
+            self._refuse_tiny()
+
+    def _refuse_tiny(self) -> None:
+        """Loss and metrics hold windows of SSIM against each photograph: it must be as large as one."""
+        sides = torch.minimum(self.cameras.width, self.cameras.height).reshape(-1)  # [N]
+        for index in torch.nonzero(sides < SSIM_WINDOW).flatten().tolist():
+            raise ValueError(
+                f"{self.image_filenames[index]}: {int(self.cameras.width[index])}x{int(self.cameras.height[index])} "
+                f"pixels are left of the photograph after scaling and undistortion; each side needs {SSIM_WINDOW}, the "
+                "window of SSIM. Leave it out of the dataset, or scale it down less."
+            )
 
     def expected_bytes(self, image_idx: int) -> int:
         """Return the size of a decoded photograph without alpha, with its mask, before it is opened."""

@@ -283,3 +283,15 @@ def test_empty_split() -> None:
     cameras = make_cameras(1)
     dataset = make_dataset([], None, cameras[:0])
     assert len(dataset) == 0 and len(list(FixedIndicesEvalDataloader(input_dataset=dataset))) == 0
+
+
+def test_photographs_below_the_window_of_ssim_are_refused(tmp_path: Path) -> None:
+    """Known from the cameras: before any photograph is opened. Without photographs there is nothing to compare."""
+    cameras = make_cameras(2)
+    cameras.width, cameras.height = torch.tensor([[48], [40]]), torch.tensor([[36], [10]])
+    paths = [tmp_path / "large.png", tmp_path / "small.png"]
+    with pytest.raises(ValueError, match="small.png: 40x10 pixels .* each side needs 11"):
+        make_dataset(paths, cameras=cameras)
+    with pytest.raises(ValueError, match="large.png: 14x10 pixels"):
+        make_dataset(paths[:1], scale_factor=0.3)
+    assert len(make_dataset(paths, cameras=cameras, has_photographs=False)) == 2
