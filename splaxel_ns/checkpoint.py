@@ -175,7 +175,7 @@ def _check_generators(path: Path, states: dict[Any, Any], remedy: str) -> None:
     for name, own in generator_states().items():
         state = states.get(name)
         fits = isinstance(state, Tensor) and state.dtype == own.dtype and state.shape == own.shape
-        if fits and name != "torch":  # 624 words of 32 bits and a position among them
+        if isinstance(state, Tensor) and fits and name != "torch":  # 624 words of 32 bits and a position among them
             fits = bool(((state >= 0) & (state < 2**32)).all()) and int(state[-1]) <= len(state) - 1
         if not fits:
             raise ValueError(f"{path} is damaged: its state of the generator {name!r} is none. {remedy}")

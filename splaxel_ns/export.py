@@ -18,17 +18,82 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 import tyro
+import yaml
 from nerfstudio.cameras.cameras import Cameras
-from nerfstudio.utils.eval_utils import eval_setup
+from nerfstudio.engine.trainer import TrainerConfig
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import track
 
+from splaxel_ns.checkpoint import load_checkpoint, newest_checkpoint
 from splaxel_ns.dataparsers.normalise import WorldFrame
 from splaxel_ns.model import SplaxelModel
-from splaxel_ns.pipeline import SplaxelPipeline
+from splaxel_ns.pipeline import SplaxelPipeline, SplaxelPipelineConfig
 
 CHUNK = 1 << 16
 """Gaussians converted and written at a time: bounds the memory beside the model itself."""
+
+
+def load_config(path: Path) -> TrainerConfig:
+    """The configuration of a splaxel run.
+
+    Raises:
+        ValueError: The file is missing, damaged, or that of another method.
+    """
+    remedy = "give the config.yml that the run wrote beside its nerfstudio_models, or a copy of it"
+    try:
+        config = yaml.load(path.read_text(), Loader=yaml.Loader)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+    except Exception as error:  # its tags make objects, which can raise nearly anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path} is damaged or no configuration ({reason}): {remedy}") from error
+    if not isinstance(config, TrainerConfig):
+        raise ValueError(f"{path} holds no configuration but a {type(config).__name__}: {remedy}")
+    if not isinstance(getattr(config, "pipeline", None), SplaxelPipelineConfig):
+        method = getattr(config, "method_name", None)
+        raise ValueError(f"{path} is a run of {method}, not of splaxel, or damaged: use ns-export, or {remedy}")
+    return config
+
+
+def load_run(path: Path) -> tuple[SplaxelPipeline, Path, int]:
+    """The model of a run with its data set's poses, as nerfstudio's `eval_setup` loads it, every byte verified.
+
+    Args:
+        path: The run's config.yml.
+
+    Returns:
+        pipeline, the newest checkpoint, its step.
+
+    Raises:
+        ValueError: Configuration or checkpoint is missing, damaged, or of another method; the message names the file.
+    """
+    config = load_config(path)
+    try:
+        folder = config.get_checkpoint_dir()
+        checkpoint = newest_checkpoint(folder)
+    except (AttributeError, TypeError, AssertionError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): restore it from a copy") from error
+    if checkpoint is None:
+        raise ValueError(
+            f"There is no checkpoint (step-XXXXXXXXX.ckpt) in {folder}, where {path} has them: start the command in "
+            "the folder the training was started in, or correct output_dir in the file"
+        )
+    loaded = load_checkpoint(checkpoint, "Move it away to use the one before, if there is one.")
+    try:
+        pipeline = config.pipeline.setup(device="cpu", test_mode="inference")
+    except (AttributeError, LookupError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"No model can be made of {path} ({type(error).__name__}: {error}): it is damaged, or the data set at "
+            f"{getattr(config, 'data', None)} is; restore it from a copy"
+        ) from error
+    if not isinstance(pipeline, SplaxelPipeline) or not isinstance(pipeline.model, SplaxelModel):
+        raise ValueError(f"{path} makes a {type(pipeline).__name__}, not a model of splaxel: use ns-export")
+    pipeline.eval()
+    try:
+        pipeline.load_pipeline(loaded["pipeline"], loaded["step"])
+    except ValueError as error:
+        raise ValueError(f"{checkpoint}: {error}") from error
+    return pipeline, checkpoint, loaded["step"]
 
 
 def frame_of(dataparser_outputs: Any) -> WorldFrame:
@@ -242,12 +307,12 @@ class Export:
     what other programs will show. 0: none."""
 
     def main(self) -> None:
+        if self.offset is not None and not np.isfinite(self.offset).all():
+            raise ValueError(f"--offset is {' '.join(map(str, self.offset))}; it must be three finite numbers")
         path = self.output_dir / "splat.ply"
         _require_writable(path)
-        config, pipeline, checkpoint, step = eval_setup(self.load_config, test_mode="inference")
+        pipeline, checkpoint, step = load_run(self.load_config)
         model = pipeline.model
-        if not isinstance(model, SplaxelModel) or not isinstance(pipeline, SplaxelPipeline):
-            raise ValueError(f"{self.load_config} is a run of {config.method_name}, not of splaxel: use ns-export")
         frame = frame_of(pipeline.datamanager.train_dataparser_outputs)
         offset = choose_offset(model, frame) if self.offset is None else np.array(self.offset, np.float64)
         write_ply(path, model, frame, offset)
@@ -261,7 +326,9 @@ class Export:
             "rasterize_mode": model.config.rasterize_mode,
         }
         _write_summary(path.with_suffix(".json"), summary)
-        CONSOLE.print(f"{model.num_points} Gaussians in {path}; add {offset.tolist()} to get input coordinates.")
+        CONSOLE.print(
+            f"{model.num_points} Gaussians in {path}; add {offset.tolist()} to get input coordinates.", markup=False
+        )
         psnr = merge_psnr(model, pipeline.datamanager.train_dataset.cameras, self.check_views)
         photo = None if psnr is None else photo_psnr(pipeline, self.check_views)
         summary["psnr_boxes_against_merged"] = psnr if psnr is None or np.isfinite(psnr) else "equal"
