@@ -227,7 +227,11 @@ def test_a_damaged_photograph_is_named_where_it_is_used(tmp_path: Path) -> None:
         except ValueError as error:
             assert "train/004.png" in str(error) and "cannot be read" in str(error)
             bad += 1
-    assert bad == 1 and sorted(good) == [0, 1, 2, 3, 5, 6]
+    assert bad >= 1 and 4 not in good
+    # The view is still to come: a run that is continued with the whole photograph misses none.
+    (tmp_path / "train" / "004.png").write_bytes(whole)
+    good += taken(manager, bad)
+    assert sorted(good) == list(range(7))
 
 
 def test_evaluation_is_lazy_and_seeded(tmp_path: Path) -> None:
