@@ -5,6 +5,8 @@ The stand-ins have the interface of our model and datamanager; the real ones are
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -411,6 +413,15 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_trains(tmp_path: 
     assert (models(tmp_path).parent / "config.yml").read_text() == config
     first.train()
     assert list(run(make_config(tmp_path, 5, resume="auto")).losses) == [4]
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert list(run(make_config(tmp_path, 1)).losses) == [0]
+    assert "cannot be locked (No locks available)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_second_interrupt_waits_for_the_checkpoint(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
