@@ -376,6 +376,15 @@ def test_a_nan_loss_stops_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypa
     assert list(models(tmp_path).parent.glob("events.out.tfevents*"))
 
 
+@pytest.fixture
+def hangup_heard() -> Iterator[None]:
+    """SIGHUP at its default: under nohup it is ignored, and training leaves it so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_after_the_step_and_exits(tmp_path: Path, capsys: Any, number: signal.Signals) -> None:
     trainer = start(make_config(tmp_path, 50))
