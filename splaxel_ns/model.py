@@ -5,7 +5,6 @@ Shapes: N Gaussians, P partitions, K SH coefficients, H x W pixels.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from splaxel_ns import cameras as camera_views
 from splaxel_ns import loss
 from splaxel_ns.compositing import expected_depth
 from splaxel_ns.mcmc import SplaxelMCMCStrategy
+from splaxel_ns.metrics import ImageMetrics
 from splaxel_ns.model_checks import check_config
 from splaxel_ns.model_options import SplaxelModelOptions
 from splaxel_ns.overlay import Overlay
@@ -85,7 +85,7 @@ class SplaxelModel(PartitionedGaussians):
             num_cameras=self.num_train_data, device="cpu"
         )
         self.background_color = VIEWER_BACKGROUND
-        self._lpips: tuple[Any] | None = None  # in a tuple: no part of the state
+        self._image_metrics = ImageMetrics(self.config.color_corrected_metrics, self._say_once)
         self._target_made: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
         self.start()
         config = self.config
@@ -376,43 +376,10 @@ class SplaxelModel(PartitionedGaussians):
     def get_image_metrics_and_images(
         self, outputs: dict[str, Any], batch: dict[str, Any]
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """PSNR, SSIM and, where its weights are on disk, LPIPS of one view; photograph and render side by side.
-
-        With `color_corrected_metrics` also those of the render in the photograph's colours, as cc_psnr and so on. A
-        view that is masked entirely has no metrics, and one whose unmasked pixels are too few for some lacks those.
-        """
+        """What `ImageMetrics` says of one view; photograph and render side by side."""
         target, mask = self._target(outputs, batch)
-        images = {"img": torch.cat([target, outputs["rgb"]], dim=1)}
-        if mask is not None and not bool(mask.any()):
-            self._say_once(
-                "masked in evaluation",
-                f"[yellow]Evaluation view {batch.get('image_idx', '')} is masked entirely: it has no part in the "
-                "metrics, nor have others like it.",
-            )
-            return {}, images
-        pictures = {"": outputs["rgb"]}
-        if self.config.color_corrected_metrics:
-            pictures["cc_"] = loss.color_corrected(outputs["rgb"], target, mask)
-        if self._lpips is None:
-            self._lpips = (loss.load_lpips(),)
-        if self._lpips[0] is None:
-            weights = escape(str(loss.alexnet_weights()))
-            self._say_once("lpips", f"LPIPS is left out: its AlexNet weights are not at {weights}")
-        metrics = {}
-        for prefix, rgb in pictures.items():
-            metrics[f"{prefix}psnr"] = float(loss.psnr(rgb, target, mask))
-            metrics[f"{prefix}ssim"] = float(loss.ssim(rgb, target, mask))
-            if self._lpips[0] is not None:
-                metrics[f"{prefix}lpips"] = loss.lpips(self._lpips[0], rgb, target, mask)
-        missing = [name for name, value in metrics.items() if math.isnan(value)]
-        if missing and not math.isnan(metrics["psnr"]):  # otherwise the picture is not a number itself
-            self._say_once(
-                f"no {missing}",
-                f"[yellow]Evaluation view {batch.get('image_idx', '')} has no part in {', '.join(missing)}: too few "
-                "pixels are left by its mask, or all have one colour. Nor have others like it.",
-            )
-            metrics = {name: value for name, value in metrics.items() if name not in missing}
-        return metrics, images
+        metrics = self._image_metrics(outputs["rgb"], target, mask, batch.get("image_idx", ""))
+        return metrics, {"img": torch.cat([target, outputs["rgb"]], dim=1)}
 
     # Training
 

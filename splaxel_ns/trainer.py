@@ -5,37 +5,29 @@ Shapes: B views of a step. A step is one update of the parameters; images = step
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import signal
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from nerfstudio.configs.base_config import LocalWriterConfig, LoggingConfig
 from nerfstudio.engine.callbacks import TrainingCallbackAttributes, TrainingCallbackLocation
 from nerfstudio.engine.trainer import Trainer, TrainerConfig
-from nerfstudio.utils import profiler, writer
+from nerfstudio.utils import writer
 from nerfstudio.utils.misc import step_check
 from nerfstudio.utils.rich_utils import CONSOLE
-from nerfstudio.utils.writer import EventName, TensorboardWriter, TimeWriter
+from nerfstudio.utils.writer import EventName, TimeWriter
 from torch import Tensor
 
-from splaxel_ns.checkpoint import (
-    checkpoint_steps,
-    generator_states,
-    load_checkpoint,
-    load_newest_checkpoint,
-    remove_others,
-    restore_generators,
-    write_checkpoint,
-)
+from splaxel_ns.checkpoint import checkpoint_steps, remove_others, restore_generators, write_checkpoint
+from splaxel_ns.event_files import EventFiles
 from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import GAUSSIANS, BatchOptimizers
 from splaxel_ns.progress import ProgressLine, has_terminal
+from splaxel_ns.resume import find_checkpoint, load_model, load_run_state, run_state
 from splaxel_ns.run_lock import RunLock
+from splaxel_ns.trainer_checks import check_run
 
 if TYPE_CHECKING:
     from splaxel_ns.pipeline import SplaxelPipeline
@@ -111,13 +103,12 @@ class SplaxelTrainer(Trainer):
     optimizers: BatchOptimizers
 
     def __init__(self, config: SplaxelTrainerConfig, local_rank: int = 0, world_size: int = 1) -> None:
-        _refuse_unsupported(config, world_size)
+        check_run(config, world_size)
         super().__init__(config, local_rank, world_size)
         self.device = "cpu"  # the pipeline says so
         self.stop_training = False
         self._complete = False
         self._saved_step: int | None = None
-        self._event_writers: list[Any] = []
         self._loaded_generators: dict[str, Tensor] | None = None
         self._signals = StopSignals()
         self._lock: RunLock | None = None
@@ -146,7 +137,7 @@ class SplaxelTrainer(Trainer):
             raise
 
     def _set_up(self, test_mode: Literal["test", "val", "inference"]) -> None:
-        path, loaded = self._find_checkpoint() or (None, None)
+        path, loaded = find_checkpoint(self.config) or (None, None)
         if loaded is not None and loaded["step"] + 1 >= self.config.max_num_iterations:
             self._complete = True
             self.step = loaded["step"]
@@ -161,11 +152,13 @@ class SplaxelTrainer(Trainer):
         self.batch_size: int = self.pipeline.datamanager.config.batch_size
         try:
             if loaded is not None:
-                self._require_same_batch(loaded["batch_size"])
-                self.pipeline.load_pipeline(loaded["pipeline"], loaded["step"])
+                load_model(loaded, self.pipeline)
             self.optimizers = self.setup_optimizers()
             if loaded is not None:
-                self._load_state(loaded)
+                self._start_step = loaded["step"] + 1
+                CONSOLE.print(f"Continuing at step {self._start_step}.")
+                load_run_state(loaded, self.pipeline, self.optimizers, self.config.load_scheduler)
+                self._loaded_generators = loaded["generators"]
         except ValueError as error:
             if path is None:
                 raise
@@ -177,7 +170,7 @@ class SplaxelTrainer(Trainer):
                 optimizers=self.optimizers, grad_scaler=self.grad_scaler, pipeline=self.pipeline, trainer=self
             )
         )
-        self._start_writers(banner)
+        self._events = EventFiles(self.config, self.base_dir, banner)
 
     def setup_optimizers(self) -> BatchOptimizers:
         """Optimisers and schedules for this run's batch size."""
@@ -208,24 +201,6 @@ class SplaxelTrainer(Trainer):
             share=self.config.viewer.make_share_url,
         )
         return self.viewer_state.viewer_info
-
-    def _start_writers(self, banner: list[str] | None) -> None:
-        log_dir = self.base_dir / self.config.logging.relative_log_dir
-        others = list(writer.EVENT_WRITERS)
-        writer.setup_event_writer(
-            self.config.is_wandb_enabled(),
-            self.config.is_tensorboard_enabled(),
-            self.config.is_comet_enabled(),
-            log_dir=log_dir,
-            experiment_name=self.config.experiment_name or "unnamed",
-            project_name=self.config.project_name or "nerfstudio-project",
-        )
-        writer.setup_local_writer(self.config.logging, max_iter=self.config.max_num_iterations, banner_messages=banner)
-        self._event_writers = [item for item in writer.EVENT_WRITERS if item not in others]
-        for message in banner or []:
-            CONSOLE.print(message)
-        writer.put_config(name="config", config_dict=dataclasses.asdict(self.config), step=0)
-        profiler.setup_profiler(self.config.logging, log_dir)
 
     def train(self) -> None:
         """Run the steps that are left, save, and leave the viewer open where somebody watches.
@@ -273,7 +248,7 @@ class SplaxelTrainer(Trainer):
                 self._save_last()
             self._after_train()
         finally:
-            self._close_writers()
+            self._events.close()
             self._close_viewer()
 
     def _run_or_save(self, step: int, progress: ProgressLine) -> None:
@@ -316,7 +291,7 @@ class SplaxelTrainer(Trainer):
                 self.eval_iteration(step)
         if step_check(step, self.config.steps_per_save):
             self.save_checkpoint(step)
-        _write_events()
+        self._events.write()
 
     def train_iteration(self, step: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Gradients of the step's B views, one update of every parameter, then growing and pruning.
@@ -363,7 +338,7 @@ class SplaxelTrainer(Trainer):
             return
         try:
             with self._signals.deferred():
-                path = write_checkpoint(self.checkpoint_dir, step, self._state(step))
+                path = write_checkpoint(self.checkpoint_dir, step, run_state(step, self.pipeline, self.optimizers))
                 self._saved_step = step
                 if self.config.save_only_latest_checkpoint:
                     remove_others(self.checkpoint_dir, keep=path)
@@ -373,92 +348,6 @@ class SplaxelTrainer(Trainer):
                 "training goes on. Free space or make the folder writable before it ends.",
                 style="bold red",
                 markup=False,
-            )
-
-    def _state(self, step: int) -> dict[str, Any]:
-        return {
-            "step": step,
-            "pipeline": dict(self.pipeline.state_dict()),
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.optimizers.items()},
-            "schedulers": {name: scheduler.state_dict() for name, scheduler in self.optimizers.schedulers.items()},
-            "scalers": {},
-            "batch_size": self.batch_size,
-            "datamanager": self.pipeline.datamanager.state_dict(),
-            "model": self.pipeline.model.training_state(),
-            "generators": generator_states(),
-        }
-
-    def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
-        """The checkpoint this run starts from and its content, None for a fresh start.
-
-        Raises:
-            ValueError: A checkpoint was asked for and none of those there can be read; or the checkpoints of another
-                run would stay beside this one's.
-        """
-        config = self.config
-        own = checkpoint_steps(self.checkpoint_dir)
-        if config.resume == "auto" and own:
-            return load_newest_checkpoint(self.checkpoint_dir)
-        if own and not config.save_only_latest_checkpoint:
-            raise ValueError(
-                f"{self.checkpoint_dir} holds the checkpoints of an earlier run, and --save-only-latest-checkpoint "
-                "False would mix them with this run's: choose another --timestamp, or continue with --resume auto."
-            )
-        if own:
-            CONSOLE.print(
-                f"{self.checkpoint_dir} holds the checkpoints of an earlier run: the first one that this run writes "
-                "replaces them. (--resume auto would have continued it.)",
-                markup=False,
-            )
-        if config.load_dir is not None:
-            if config.load_step is None:
-                return load_newest_checkpoint(config.load_dir)
-            path = config.load_dir / f"step-{config.load_step:09d}.ckpt"
-            return path, load_checkpoint(path)
-        if config.load_checkpoint is not None:
-            return config.load_checkpoint, load_checkpoint(config.load_checkpoint)
-        if config.resume == "auto":
-            CONSOLE.print(f"{self.checkpoint_dir} holds no checkpoint yet: training starts from scratch.", markup=False)
-        return None
-
-    def _load_state(self, loaded: dict[str, Any]) -> None:
-        """Continue optimisers, schedules, datamanager and densification where the checkpoint left them."""
-        self._start_step = loaded["step"] + 1
-        CONSOLE.print(f"Continuing at step {self._start_step}.")
-        names = set(self.optimizers.optimizers)
-        if names != set(loaded["optimizers"]):
-            raise ValueError(
-                f"The checkpoint has optimisers for {', '.join(sorted(loaded['optimizers']))}, this configuration for "
-                f"{', '.join(sorted(names))}: continue with the flags of the run that wrote it."
-            )
-        self._require_same_views(loaded, names)
-        try:
-            self.optimizers.load_optimizers(loaded["optimizers"])
-            if self.config.load_scheduler:
-                self.optimizers.load_schedulers(loaded["schedulers"])
-            self.pipeline.datamanager.load_state_dict(loaded["datamanager"])
-            self.pipeline.model.load_training_state(loaded["model"])
-        except (AttributeError, KeyError, TypeError, IndexError, RuntimeError) as error:
-            raise ValueError(
-                f"The checkpoint's state does not fit this configuration ({type(error).__name__}: {error}): continue "
-                "with the flags and the data of the run that wrote it."
-            ) from error
-        self._loaded_generators = loaded["generators"]
-
-    def _require_same_views(self, loaded: dict[str, Any], names: set[str]) -> None:
-        """Pose corrections and bilateral grids belong to one training view each."""
-        per_view = sorted(names & {"camera_opt", "bilateral_grid"})
-        if per_view and loaded["datamanager"].get("views") != self.pipeline.datamanager.state_dict().get("views"):
-            raise ValueError(
-                f"The training views are not those of the checkpoint, and each of them has its own part of "
-                f"{' and '.join(per_view)}: continue with the data of the run that wrote it."
-            )
-
-    def _require_same_batch(self, batch_size: int) -> None:
-        if batch_size != self.batch_size:
-            raise ValueError(
-                f"The checkpoint was trained with batches of {batch_size}, this run has {self.batch_size}; schedules "
-                f"count images: continue with --pipeline.datamanager.batch-size {batch_size}."
             )
 
     def _end_on_signal(self, number: int) -> None:
@@ -491,7 +380,7 @@ class SplaxelTrainer(Trainer):
         CONSOLE.print(f"{self.step + 1} steps are done. Configuration: {self.base_dir / 'config.yml'}", markup=False)
         CONSOLE.print(f"Checkpoints: {self.checkpoint_dir}", markup=False)
         self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
-        _write_events(flush=True)
+        self._events.write(flush=True)
         watched = self.viewer_state is not None and has_terminal() and self._signals.received is None
         if watched and not self.config.viewer.quit_on_train_completion:
             try:
@@ -499,49 +388,6 @@ class SplaxelTrainer(Trainer):
             except KeyboardInterrupt:
                 CONSOLE.print("Viewer closed.")
 
-    def _close_writers(self) -> None:
-        """Finish the event files. nerfstudio's list of writers outlives a run; the next one must not write into it."""
-        _write_events(flush=True)
-        for item in self._event_writers:
-            if item in writer.EVENT_WRITERS:
-                writer.EVENT_WRITERS.remove(item)
-                if isinstance(item, TensorboardWriter):
-                    item.tb_writer.close()
-
     def _close_viewer(self) -> None:
         if self.viewer_state is not None:
             self.shutdown()
-
-
-def _refuse_unsupported(config: SplaxelTrainerConfig, world_size: int) -> None:
-    if world_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("splaxel trains in one process so far: use --machine.num-devices 1 and no torchrun.")
-    if config.max_num_iterations < 1:
-        raise ValueError(f"--max-num-iterations is {config.max_num_iterations}; it must be at least 1.")
-    if config.mixed_precision or config.use_grad_scaler:
-        raise ValueError("splaxel trains in float32: leave out --mixed-precision and --use-grad-scaler.")
-    if any(steps != 1 for steps in config.gradient_accumulation_steps.values()):
-        raise ValueError(
-            "splaxel accumulates gradients over the views of a step: instead of --gradient-accumulation-steps use "
-            "--pipeline.datamanager.batch-size."
-        )
-
-
-def _write_events(flush: bool = False) -> None:
-    """Hand what was logged to the event files; a full disk ends those, not the training.
-
-    Args:
-        flush: Also make the files complete, for the process may end here.
-    """
-    try:
-        writer.write_out_storage()
-        for event_writer in writer.EVENT_WRITERS if flush else ():
-            if isinstance(event_writer, TensorboardWriter):
-                event_writer.tb_writer.flush()
-    except OSError as error:
-        writer.EVENT_STORAGE.clear()
-        # Its thread has ended with this error and would raise it again at every step.
-        writer.EVENT_WRITERS[:] = [item for item in writer.EVENT_WRITERS if not isinstance(item, TensorboardWriter)]
-        CONSOLE.print(
-            f"The event files cannot be written any more ({error}); training goes on.", style="bold red", markup=False
-        )

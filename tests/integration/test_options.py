@@ -12,6 +12,7 @@ from nerfstudio.scripts.eval import ComputePSNR
 from test_training import Course, make_config, run
 
 from splaxel_ns.checkpoint import load_checkpoint
+from splaxel_ns.resume import load_run_state
 
 TOTAL, STOP = 24, 13
 OPTIONS = ("mcmc", "views")
@@ -81,8 +82,9 @@ def test_parts_of_other_views_are_refused(whole: tuple[str, Course]) -> None:
     option, course = whole
     loaded = load_checkpoint(course.trainer.checkpoint_dir / f"step-{STOP:09d}.ckpt")
     loaded["datamanager"]["views"] += 1
+    trainer = course.trainer
     if option == "views":
         with pytest.raises(ValueError, match="bilateral_grid and camera_opt"):
-            course.trainer._load_state(loaded)
+            load_run_state(loaded, trainer.pipeline, trainer.optimizers, load_scheduler=True)
     else:
-        course.trainer._load_state(loaded)
+        load_run_state(loaded, trainer.pipeline, trainer.optimizers, load_scheduler=True)

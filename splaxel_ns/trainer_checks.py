@@ -1,0 +1,26 @@
+"""What a training configuration must satisfy before a run starts."""
+
+from __future__ import annotations
+
+import os
+
+from nerfstudio.engine.trainer import TrainerConfig
+
+
+def check_run(config: TrainerConfig, world_size: int) -> None:
+    """Refuse what cannot be done.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    if world_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("splaxel trains in one process so far: use --machine.num-devices 1 and no torchrun.")
+    if config.max_num_iterations < 1:
+        raise ValueError(f"--max-num-iterations is {config.max_num_iterations}; it must be at least 1.")
+    if config.mixed_precision or config.use_grad_scaler:
+        raise ValueError("splaxel trains in float32: leave out --mixed-precision and --use-grad-scaler.")
+    if any(steps != 1 for steps in config.gradient_accumulation_steps.values()):
+        raise ValueError(
+            "splaxel accumulates gradients over the views of a step: instead of --gradient-accumulation-steps use "
+            "--pipeline.datamanager.batch-size."
+        )
