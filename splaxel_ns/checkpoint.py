@@ -111,6 +111,43 @@ def load_checkpoint(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
     Raises:
         ValueError: The file is missing, truncated, corrupted, not a splaxel checkpoint, or of another format version.
     """
+    return _read_verified(path, remedy, mapped=False)
+
+
+def verify_for_evaluation(directory: Path, load_step: int | None) -> None:
+    """See to it that nerfstudio's `eval_setup`, which has no checks of its own, will load a sound checkpoint.
+
+    Args:
+        directory: The run's `nerfstudio_models` folder.
+        load_step: The step to be loaded, None for the newest.
+
+    Raises:
+        ValueError: There is none, or what `load_checkpoint` refuses; nothing of it has been executed.
+    """
+    if load_step is not None:
+        remedy = f"load_step in {directory.parent / 'config.yml'} asks for it: null there means the newest checkpoint."
+        path = directory / f"step-{load_step:09d}.ckpt"
+        if not path.is_file():
+            raise ValueError(f"There is no checkpoint {path}. {remedy}")
+        _read_verified(path, f"Restore it from a copy; {remedy}", mapped=True)
+        return
+    newest = newest_checkpoint(directory)
+    if newest is None:
+        raise ValueError(
+            f"There is no checkpoint (step-XXXXXXXXX.ckpt) in {directory}: start the command in the folder the "
+            f"training was started in, or correct output_dir in {directory.parent / 'config.yml'}."
+        )
+    strays = sorted(path.name for path in directory.iterdir() if not _NAME.fullmatch(path.name))
+    if strays:
+        raise ValueError(
+            f"{directory / strays[0]} is no checkpoint, but nerfstudio takes every name in this folder for one: move "
+            "it to another."
+        )
+    _read_verified(newest, "Move it to another folder to use the one before, if there is one.", mapped=True)
+
+
+def _read_verified(path: Path, remedy: str, mapped: bool) -> dict[str, Any]:
+    """`load_checkpoint`; mapped: large tensors stay on the disk until they are used."""
     if not path.is_file():
         raise ValueError(f"There is no checkpoint {path}.")
     try:
@@ -122,7 +159,7 @@ def load_checkpoint(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
     if damaged is not None:
         raise ValueError(f"{path} is corrupted: {damaged} does not match its checksum. {remedy}")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # unpickling foreign bytes can raise nearly anything
         raise ValueError(
             f"{path} holds something other than tensors and plain values, so it was not loaded "

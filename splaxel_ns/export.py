@@ -69,7 +69,7 @@ def load_run(path: Path) -> tuple[SplaxelPipeline, Path, int]:
     """
     config = load_config(path)
     try:
-        folder = config.get_checkpoint_dir()
+        folder = config.get_base_dir() / config.relative_model_dir
         checkpoint = newest_checkpoint(folder)
     except (AttributeError, TypeError, AssertionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): restore it from a copy") from error

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.cuda.amp.grad_scaler import GradScaler
 
-from splaxel_ns.checkpoint import MAX_STEP
+from splaxel_ns.checkpoint import MAX_STEP, verify_for_evaluation
 from splaxel_ns.cuda import _backend
 from splaxel_ns.viewer_panel import PartitionPanel
 
@@ -35,6 +35,26 @@ class SplaxelPipelineConfig(VanillaPipelineConfig):
     """Configuration of `SplaxelPipeline`."""
 
     _target: type = field(default_factory=lambda: SplaxelPipeline)
+
+    # Not a field: no option, and no part of config.yml.
+    _to_be_loaded = None
+
+    def expect_checkpoint(self, directory: Path, load_step: int | None) -> None:
+        """Take note of where an evaluation will load its checkpoint from: this folder's newest, or that of a step."""
+        self._to_be_loaded = (directory, load_step)
+
+    def setup(self, **kwargs: Any) -> SplaxelPipeline:
+        """Build the pipeline; to evaluate, only if the checkpoint that `eval_setup` loads into it next is sound.
+
+        Raises:
+            ValueError: It is missing, damaged or foreign; the message names the file.
+        """
+        if self._to_be_loaded is not None and kwargs.get("test_mode") != "val":  # the trainer looks for itself
+            verify_for_evaluation(*self._to_be_loaded)
+        return super().setup(**kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_to_be_loaded"}
 
 
 class SplaxelPipeline(VanillaPipeline):

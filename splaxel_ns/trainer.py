@@ -8,7 +8,8 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 import torch
 from nerfstudio.configs.base_config import LocalWriterConfig, LoggingConfig
@@ -24,13 +25,11 @@ from splaxel_ns.checkpoint import checkpoint_steps, remove_others, restore_gener
 from splaxel_ns.event_files import EventFiles
 from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import GAUSSIANS, BatchOptimizers
+from splaxel_ns.pipeline import SplaxelPipeline, SplaxelPipelineConfig
 from splaxel_ns.progress import ProgressLine, has_terminal
 from splaxel_ns.resume import find_checkpoint, load_model, load_run_state, run_state
 from splaxel_ns.run_lock import RunLock
 from splaxel_ns.trainer_checks import check_run
-
-if TYPE_CHECKING:
-    from splaxel_ns.pipeline import SplaxelPipeline
 
 
 @dataclass
@@ -76,6 +75,14 @@ class SplaxelTrainerConfig(TrainerConfig):
         that once it is certain that this run starts."""
         if not self.has_earlier_run():
             self.write_config()
+
+    def get_checkpoint_dir(self) -> Path:
+        """The folder of the run's checkpoints. nerfstudio's `eval_setup` loads from it after building the pipeline,
+        which is told here so that it can look at the checkpoint first."""
+        folder = super().get_checkpoint_dir()
+        if isinstance(self.pipeline, SplaxelPipelineConfig):
+            self.pipeline.expect_checkpoint(folder, self.load_step)
+        return folder
 
     def has_earlier_run(self) -> bool:
         """Whether the run's folder holds a configuration or checkpoints already."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from nerfstudio.scripts.eval import ComputePSNR
 from nerfstudio.scripts.render import DatasetRender
+from nerfstudio.scripts.viewer.run_viewer import RunViewer
 from nerfstudio.utils import profiler
 from nerfstudio.utils.eval_utils import eval_setup
 
@@ -174,19 +178,70 @@ def test_a_foreign_or_damaged_model_state_is_one_clear_error(whole: Course, tmp_
     pipeline.load_pipeline(good, 40)
 
 
-def test_a_foreign_file_where_the_checkpoint_should_be(whole: Course, tmp_path: Path) -> None:
+def test_a_damaged_or_foreign_file_where_the_checkpoint_should_be(
+    whole: Course, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """nerfstudio's commands say so in one sentence, also where torch is told to execute what it reads."""
     config = make_config(tmp_path)
     models = config.get_checkpoint_dir()
     models.mkdir(parents=True)
     config.save_config()
-    torch.save({"step": 3, "pipeline": {"_model.field.weight": torch.zeros(2)}}, models / "step-000000003.ckpt")
-    with pytest.raises(ValueError, match="not the checkpoint of a splaxel model"):
-        eval_setup(config.get_base_dir() / "config.yml")
+    path = models / "step-000000003.ckpt"
     marker = tmp_path / "executed"
-    torch.save({"step": 3, "pipeline": Code(marker)}, models / "step-000000003.ckpt")
-    with pytest.raises(pickle.UnpicklingError):
-        eval_setup(config.get_base_dir() / "config.yml")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    good = (whole.trainer.checkpoint_dir / "step-000000040.ckpt").read_bytes()
+    damages = {
+        "truncated": good[: len(good) // 2],
+        "does not match its checksum": flipped(good),
+        "no checkpoint": b"holiday pictures",
+        "another method": saved({"step": 3, "pipeline": {"_model.field.weight": torch.zeros(2)}}),
+        "other than tensors and plain values": saved({"step": 3, "pipeline": Code(marker)}),
+        "truncated, corrupted or no checkpoint": pickle.dumps(Code(marker)),
+    }
+    for message, content in damages.items():
+        path.write_bytes(content)
+        for command in (ComputePSNR, RunViewer, DatasetRender):
+            with pytest.raises(ValueError, match=message) as raised:
+                command(load_config=config.get_base_dir() / "config.yml").main()
+            assert str(path) in str(raised.value) and "Move it to another folder" in str(raised.value)
     assert not marker.exists()
+
+
+def flipped(content: bytes) -> bytes:
+    """One bit of the largest tensor changed."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+    middle = largest.header_offset + largest.file_size // 2 + 200
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def saved(content: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def test_missing_and_stray_files_where_checkpoints_should_be(whole: Course, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    config.save_config()
+    path, models = config.get_base_dir() / "config.yml", config.get_checkpoint_dir()
+    assert "_to_be_loaded" not in yaml.dump(config.pipeline)
+    with pytest.raises(ValueError, match="There is no checkpoint"):
+        eval_setup(path)
+    models.mkdir()
+    with pytest.raises(ValueError, match="There is no checkpoint"):
+        eval_setup(path)
+    saved = whole.trainer.checkpoint_dir / "step-000000040.ckpt"
+    (models / saved.name).write_bytes(saved.read_bytes())
+    (models / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"notes.txt is no checkpoint"):
+        eval_setup(path)
+    (models / "notes.txt").unlink()
+    assert eval_setup(path)[3] == 40
+    config.load_step = 41
+    config.write_config()
+    with pytest.raises(ValueError, match=r"step-000000041.ckpt\. load_step in .*config.yml"):
+        eval_setup(path)
 
 
 class Code:
