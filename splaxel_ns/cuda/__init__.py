@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from splaxel_ns.cuda.saturation import pack_bits as pack_bits
     from splaxel_ns.cuda.saturation import unpack_bits as unpack_bits
     from splaxel_ns.cuda.saturation import update_saturation as update_saturation
+    from splaxel_ns.cuda.splats import LossShare as LossShare
     from splaxel_ns.cuda.splats import composite as composite
     from splaxel_ns.cuda.splats import l1_ssim as l1_ssim
     from splaxel_ns.cuda.splats import project as project
@@ -38,6 +39,7 @@ _HOME = {
     "pack_bits": "saturation",
     "unpack_bits": "saturation",
     "update_saturation": "saturation",
+    "LossShare": "splats",
     "composite": "splats",
     "l1_ssim": "splats",
     "project": "splats",

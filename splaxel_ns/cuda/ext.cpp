@@ -89,7 +89,8 @@ TORCH_LIBRARY(splaxel, m) {
       "Tensor v_depth, Tensor v_alpha) -> (Tensor v_colors, Tensor v_depths, Tensor v_transmittances, "
       "Tensor v_background)");
   m.def(
-      "l1_ssim(Tensor pred, Tensor gt, float ssim_lambda, bool need_grad) -> (Tensor loss, Tensor l1, Tensor ssim, "
+      "l1_ssim(Tensor pred, Tensor gt, float ssim_lambda, bool need_grad, Tensor? counts, Tensor? window_counts, "
+      "int full_height, int full_width) -> (Tensor loss, Tensor l1, Tensor ssim, "
       "Tensor v_pred)");
   // Which (pixel, partition) pairs of a view to leave out from now on; see cuda/saturation.py.
   m.def(

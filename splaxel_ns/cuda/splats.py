@@ -6,6 +6,7 @@ CPU; pixel centres lie at +0.5; world_to_cam matrices and cameras are OpenCV's (
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -183,14 +184,29 @@ class _Composite(Function):
         return _backend.load().composite_backward(*ctx.saved_tensors, *(v.contiguous() for v in v_results))
 
 
+@dataclass(frozen=True)
+class LossShare:
+    """Which part of an image's loss a crop of it stands for. The shares of an image add up to its loss."""
+
+    pixels: Tensor  # [h, w], 1 where the crop's pixel counts, else 0
+    windows: Tensor  # [h - 10, w - 10], the same for windows, by their upper left pixel
+    height: int  # of the whole image
+    width: int
+
+
 def l1_ssim(
     pred: Tensor,  # [H, W, 3]
     gt: Tensor,  # [H, W, 3]
     ssim_lambda: float,
+    share: LossShare | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(1 - ssim_lambda) L1 + ssim_lambda (1 - SSIM), with the gradient computed in the same pass.
 
     SSIM is that of pytorch_msssim with data_range=1: 11x11 Gaussian windows (sigma 1.5) that lie inside the image.
+
+    Args:
+        share: what part of a larger image's loss the values are; its gradient stays that of the whole loss, for
+            pixels whose windows lie inside `pred`. None: pred is the whole image, and all of it counts.
 
     Returns:
         The scalars loss, l1 and ssim. The gradient flows from loss to pred only.
@@ -210,13 +226,24 @@ def l1_ssim(
         raise ValueError(f"ssim_lambda must lie in 0..1, got {ssim_lambda}")
     tensors = [_checked("pred", pred, (height, width, 3)), _checked("gt", gt, (height, width, 3))]
     need_grad = torch.is_grad_enabled() and pred.requires_grad
-    return _L1Ssim.apply(*tensors, float(ssim_lambda), need_grad)
+    parts: tuple[Any, ...] = (None, None, height, width)
+    if share is not None:
+        border = SSIM_WINDOW - 1
+        parts = (
+            _checked("pixels", share.pixels, (height, width))[..., None].expand(-1, -1, 3).contiguous(),
+            _checked("windows", share.windows, (height - border, width - border))[..., None]
+            .expand(-1, -1, 3)
+            .contiguous(),
+            share.height,
+            share.width,
+        )
+    return _L1Ssim.apply(*tensors, float(ssim_lambda), need_grad, parts)
 
 
 class _L1Ssim(Function):
     @staticmethod
-    def forward(ctx: Any, pred, gt, ssim_lambda, need_grad):
-        loss, l1, ssim, v_pred = _backend.load().l1_ssim(pred, gt, ssim_lambda, need_grad)
+    def forward(ctx: Any, pred, gt, ssim_lambda, need_grad, parts):
+        loss, l1, ssim, v_pred = _backend.load().l1_ssim(pred, gt, ssim_lambda, need_grad, *parts)
         ctx.save_for_backward(v_pred)
         ctx.mark_non_differentiable(l1, ssim)
         return loss, l1, ssim
@@ -225,7 +252,7 @@ class _L1Ssim(Function):
     @once_differentiable
     def backward(ctx: Any, *v_results):
         (v_pred,) = ctx.saved_tensors
-        return v_pred * v_results[0], None, None, None
+        return v_pred * v_results[0], None, None, None, None
 
 
 def _rows(name: str, tensor: Tensor) -> int:

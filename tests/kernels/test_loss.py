@@ -111,3 +111,27 @@ def test_result_does_not_depend_on_threads() -> None:
 def test_refuses(pred: Tensor, gt: Tensor, ssim_lambda: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cuda.l1_ssim(pred, gt, ssim_lambda)
+
+
+def test_shares_of_crops_add_up() -> None:
+    """Two overlapping crops, each counting its part: values add up, gradients are those of the whole image's loss."""
+    height, width, border = 48, 40, 10
+    pred, gt = images("noise", height, width)
+    whole = pred.clone().requires_grad_()
+    expected = cuda.l1_ssim(whole, gt, 0.2)
+    expected[0].backward()
+    total = torch.zeros(3)
+    for counted, crop in ((slice(0, 20), slice(0, 30)), (slice(20, 48), slice(10, 48))):  # rows, with ten around
+        pixels, windows = torch.zeros(height, width), torch.zeros(height, width)
+        pixels[counted] = windows[counted] = 1.0  # a window counts where its centre is
+        share = cuda.LossShare(pixels[crop].contiguous(), windows[crop][5:-5, 5:-5].contiguous(), height, width)
+        part = pred[crop].clone().requires_grad_()
+        results = cuda.l1_ssim(part, gt[crop].contiguous(), 0.2, share)
+        results[0].backward()
+        total += torch.stack([value.detach() for value in results])
+        assert part.grad is not None and whole.grad is not None
+        own = slice(counted.start - crop.start, counted.stop - crop.start)
+        assert torch.allclose(part.grad[own], whole.grad[counted], atol=1e-9, rtol=1e-5)
+    assert crop.start + border == 20
+    for value, sum_of_shares in zip(expected, total, strict=True):
+        assert float(sum_of_shares) == pytest.approx(float(value.detach()), abs=1e-6)

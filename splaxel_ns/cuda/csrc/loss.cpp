@@ -49,6 +49,9 @@ struct Job {
   int64_t height, width;
   Weights weights;
   float v_l1, v_ssim;  // derivative of the loss with respect to one |difference| and one window's SSIM
+  // What the values count of each |difference| [H, W, 3] and of each window [H - 10, W - 10, 3], or null: all. The
+  // gradient is that of the whole loss either way.
+  const float *counts, *window_counts;
 };
 
 struct Sums {
@@ -115,6 +118,12 @@ SPLAXEL_INLINE double read_row(const Job& job, int64_t y, Scratch& s) {
     px[x] = a, py[x] = b, squares[x] = a * a + b * b, xy[x] = a * b;
     l1 += static_cast<double>(std::abs(pred[x] - gt[x]));
   }
+  if (job.counts != nullptr) {
+    const float* counts = job.counts + y * length;
+    l1 = 0.0;
+#pragma omp simd reduction(+ : l1)
+    for (int64_t x = 0; x < length; ++x) l1 += static_cast<double>(counts[x] * std::abs(pred[x] - gt[x]));
+  }
   const Weights w = job.weights;
   const float* sources[4] = {px, py, squares, xy};
   for (int m = 0; m < 4; ++m) {
@@ -138,11 +147,21 @@ SPLAXEL_INLINE double window_row(const Job& job, int64_t y, Scratch& s) {
   const float *m0 = s.filtered(0), *m1 = s.filtered(1), *m2 = s.filtered(2), *m3 = s.filtered(3), *shift = s.shift();
   float *d0 = s.derivative(0) + kMargin, *d1 = s.derivative(1) + kMargin, *d2 = s.derivative(2) + kMargin;
   double sum = 0.0;
+  if (job.window_counts == nullptr) {
 #pragma omp simd reduction(+ : sum)
-  for (int64_t x = 0; x < length - kMargin; ++x) {
-    const SsimPoint<float> p = ssim_point(m0[x], m1[x], m2[x], m3[x], shift[x]);
-    d0[x] = p.v_mean, d1[x] = p.v_square, d2[x] = p.v_product;
-    sum += static_cast<double>(p.value);
+    for (int64_t x = 0; x < length - kMargin; ++x) {
+      const SsimPoint<float> p = ssim_point(m0[x], m1[x], m2[x], m3[x], shift[x]);
+      d0[x] = p.v_mean, d1[x] = p.v_square, d2[x] = p.v_product;
+      sum += static_cast<double>(p.value);
+    }
+  } else {
+    const float* counts = job.window_counts + y * (length - kMargin);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t x = 0; x < length - kMargin; ++x) {
+      const SsimPoint<float> p = ssim_point(m0[x], m1[x], m2[x], m3[x], shift[x]);
+      d0[x] = p.v_mean, d1[x] = p.v_square, d2[x] = p.v_product;
+      sum += static_cast<double>(counts[x] * p.value);
+    }
   }
   if (job.v_pred == nullptr) return sum;
   // The filter is symmetric, so its transpose is itself on rows with zeros on both sides.
@@ -203,14 +222,18 @@ SPLAXEL_DISPATCH(
     Sums, band, (const Job& job, int64_t begin, int64_t end, Scratch& s), (job, begin, end, s))
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> l1_ssim(
-    const at::Tensor& pred, const at::Tensor& gt, double ssim_lambda, bool need_grad) {
+    const at::Tensor& pred, const at::Tensor& gt, double ssim_lambda, bool need_grad,
+    const std::optional<at::Tensor>& counts, const std::optional<at::Tensor>& window_counts, int64_t full_height,
+    int64_t full_width) {
   const int64_t height = pred.size(0), width = pred.size(1);
-  const double values = 3.0 * static_cast<double>(height) * static_cast<double>(width);
-  const double windows = 3.0 * static_cast<double>(height - kReach) * static_cast<double>(width - kReach);
+  const double values = 3.0 * static_cast<double>(full_height) * static_cast<double>(full_width);
+  const double windows = 3.0 * static_cast<double>(full_height - kReach) * static_cast<double>(full_width - kReach);
   at::Tensor v_pred = pooled_floats(need_grad ? pred.sizes() : at::IntArrayRef({0}));
   const Job job = {pred.const_data_ptr<float>(), gt.const_data_ptr<float>(),
                    need_grad ? v_pred.data_ptr<float>() : nullptr, height, width, make_weights(),
-                   static_cast<float>((1.0 - ssim_lambda) / values), static_cast<float>(-ssim_lambda / windows)};
+                   static_cast<float>((1.0 - ssim_lambda) / values), static_cast<float>(-ssim_lambda / windows),
+                   counts.has_value() ? counts->const_data_ptr<float>() : nullptr,
+                   window_counts.has_value() ? window_counts->const_data_ptr<float>() : nullptr};
   // The bands depend on the image alone, and their sums are added in order: the result does not depend on the threads.
   // Their number is even, which suits two threads; below 64 rows the ten above and below cost too much.
   const int64_t bands = 2 * ((height + 127) / 128), rows = (height + bands - 1) / bands;
@@ -224,8 +247,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> l1_ssim(
   });
   Sums total = {0.0, 0.0};
   for (const Sums& s : sums) total.l1 += s.l1, total.ssim += s.ssim;
+  // A share counts 1 - SSIM over its own windows only, so that shares add up.
+  double counted = windows;
+  if (window_counts.has_value()) counted = window_counts->sum(at::kDouble).item<double>();
   const double l1 = total.l1 / values, ssim = total.ssim / windows;
-  const double result[3] = {(1.0 - ssim_lambda) * l1 + ssim_lambda * (1.0 - ssim), l1, ssim};
+  const double result[3] = {(1.0 - ssim_lambda) * l1 + ssim_lambda * (counted / windows - ssim), l1, ssim};
   at::Tensor out[3];
   for (int k = 0; k < 3; ++k) {
     out[k] = at::empty({}, pred.options());

@@ -1,0 +1,277 @@
+"""The ranks of a job and all they say to each other. Nothing else in the package imports torch.distributed.
+
+Every call counts its bytes, messages and the time it waited. Calls that involve other ranks must come in the same
+order on all of them; a rank that has gone ends the job with a `LostRank` naming who noticed and during what.
+
+Shapes: R ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+TIMEOUT = timedelta(hours=2)
+"""A rank that loads data or compiles may keep the others waiting that long. One that has died is noticed at once, for
+its connections close."""
+
+
+class LostRank(RuntimeError):
+    """Another rank does not answer any more."""
+
+
+class Disagreement(RuntimeError):
+    """Two ranks are not at the same point of the same run."""
+
+
+@dataclass
+class Counters:
+    """What this rank sent and received, by kind of content, since they were taken last."""
+
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    bytes_received: dict[str, int] = field(default_factory=dict)
+    messages: int = 0
+    wait_s: float = 0.0
+    """Time spent waiting for others, with nothing else to do."""
+
+    def add(self, kind: str, sent: int, received: int, messages: int) -> None:
+        """Count some traffic of this rank."""
+        self.bytes_sent[kind] = self.bytes_sent.get(kind, 0) + sent
+        self.bytes_received[kind] = self.bytes_received.get(kind, 0) + received
+        self.messages += messages
+
+
+@dataclass
+class Pending:
+    """Point-to-point messages under way."""
+
+    world: World
+    received: dict[int, Tensor]
+    """By rank; complete after `wait`."""
+    kept: list[Tensor]
+    """What is being sent must not be freed before it has left."""
+    works: list[Any]
+    what: str
+
+    def wait(self) -> dict[int, Tensor]:
+        """Wait until everything has arrived and left; returns `received`.
+
+        Raises:
+            LostRank: A peer is gone.
+        """
+        with self.world.waiting(self.what):
+            for work in self.works:
+                work.wait()
+        self.works, self.kept = [], []
+        return self.received
+
+
+class World:
+    """The ranks of this job; a job of one process is a world of one and sends nothing.
+
+    Args:
+        rank: This process, 0 to size - 1.
+        size: R, number of ranks.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+        self.counters = Counters()
+        self.first_lost: str | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> World:
+        return self  # models are copied for evaluation; the job is one
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files, shows the viewer and speaks for the job."""
+        return self.rank == 0
+
+    def take_counters(self) -> Counters:
+        """What was counted since the last call."""
+        taken, self.counters = self.counters, Counters()
+        return taken
+
+    @contextmanager
+    def waiting(self, what: str):
+        """Time spent inside counts as waiting; a failure of the network becomes a `LostRank`."""
+        start = time.perf_counter()
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            self.first_lost = what
+            raise LostRank(
+                f"Rank {self.rank} of {self.size} lost another rank during {what} ({first}). The job ends; continue "
+                "it from its last checkpoint with --resume auto."
+            ) from error
+        finally:
+            self.counters.wait_s += time.perf_counter() - start
+
+    # Collectives
+
+    def gather(self, tensor: Tensor, kind: str = "agreement") -> Tensor:
+        """Everybody's tensor of one shape: [...] -> [R, ...].
+
+        Raises:
+            LostRank: A peer is gone.
+        """
+        if self.size == 1:
+            return tensor[None].clone()
+        out = tensor.new_empty((self.size, *tensor.shape))
+        with self.waiting(kind):
+            dist.all_gather(list(out.unbind(0)), tensor.contiguous())
+        others = (self.size - 1) * tensor.nbytes
+        self.counters.add(kind, others, others, self.size - 1)
+        return out
+
+    def gather_uneven(self, tensor: Tensor, kind: str) -> list[Tensor]:
+        """Everybody's rows, whose number differs: [n, ...] -> R x [n_r, ...].
+
+        Raises:
+            LostRank: A peer is gone.
+        """
+        if self.size == 1:
+            return [tensor]
+        counts = self.gather(torch.tensor(len(tensor)), kind).tolist()
+        return self._swap([tensor] * self.size, counts, kind)
+
+    def to_each(self, parts: Sequence[Tensor], kind: str) -> list[Tensor]:
+        """Rows for every rank: R x [m_r, ...] -> R x [n_r, ...], those that each rank had for this one.
+
+        Args:
+            parts: By destination; rows of one shape and type everywhere.
+
+        Raises:
+            LostRank: A peer is gone.
+        """
+        if self.size == 1:
+            return list(parts)
+        counts = self.gather(torch.tensor([len(part) for part in parts]), kind)[:, self.rank].tolist()
+        return self._swap(parts, counts, kind)
+
+    def _swap(self, parts: Sequence[Tensor], counts: Sequence[int], kind: str) -> list[Tensor]:
+        sends = {rank: part for rank, part in enumerate(parts) if rank != self.rank and len(part)}
+        empty = parts[self.rank][:0]
+        receives = {
+            rank: empty.new_empty((count, *empty.shape[1:]))
+            for rank, count in enumerate(counts)
+            if rank != self.rank and count
+        }
+        received = self.start(sends, receives, kind).wait()
+        return [parts[rank] if rank == self.rank else received.get(rank, empty) for rank in range(self.size)]
+
+    def sum(self, tensor: Tensor, kind: str = "sums") -> Tensor:
+        """The sum over the ranks, in place.
+
+        Raises:
+            LostRank: A peer is gone.
+        """
+        if self.size > 1:
+            with self.waiting(kind):
+                dist.all_reduce(tensor)
+            # As a ring moves them: twice the tensor, less the part that is at home.
+            moved = 2 * tensor.nbytes * (self.size - 1) // self.size
+            self.counters.add(kind, moved, moved, 2 * (self.size - 1))
+        return tensor
+
+    def from_main(self, tensor: Tensor, kind: str = "agreement") -> Tensor:
+        """Rank 0's tensor, in place, of one shape everywhere.
+
+        Raises:
+            LostRank: A peer is gone.
+        """
+        if self.size > 1:
+            with self.waiting(kind):
+                dist.broadcast(tensor, 0)
+            moved = tensor.nbytes
+            sent, received = (moved * (self.size - 1), 0) if self.is_main else (0, moved)
+            self.counters.add(kind, sent, received, self.size - 1 if self.is_main else 0)
+        return tensor
+
+    def text_from_main(self, text: str) -> str:
+        """Rank 0's string."""
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = int(self.from_main(torch.tensor(len(data))))
+        buffer = data if self.is_main else torch.zeros(length, dtype=torch.uint8)
+        return bytes(self.from_main(buffer).tolist()).decode() if length else ""
+
+    def any(self, flag: bool) -> bool:
+        """Whether some rank says yes."""
+        return bool(self.gather(torch.tensor(int(flag))).any())
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+        self.gather(torch.zeros((), dtype=torch.int64))
+
+    def failures(self, error: str | None) -> list[str]:
+        """What went wrong on each rank where something did, the same list everywhere; rank by rank."""
+        message = torch.tensor(list((error or "").encode()), dtype=torch.uint8)
+        texts = [bytes(part.tolist()).decode() for part in self.gather_uneven(message, "agreement")]
+        return [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+
+    # Point to point
+
+    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], kind: str) -> Pending:
+        """Start sending and receiving; every rank names the same pairs with the same sizes, in the same order of calls.
+
+        Args:
+            sends: By destination, contiguous.
+            receives: Buffers by source.
+            kind: What is sent, for the counters and for error messages.
+        """
+        kept = [tensor.contiguous() for tensor in sends.values()]
+        operations = [dist.P2POp(dist.irecv, buffer, source) for source, buffer in receives.items()]
+        operations += [dist.P2POp(dist.isend, t, target) for t, target in zip(kept, sends, strict=True)]
+        works: list[Any] = []
+        if operations:
+            with self.waiting(kind):
+                works = dist.batch_isend_irecv(operations)
+        sent = sum(tensor.nbytes for tensor in kept)
+        self.counters.add(kind, sent, sum(buffer.nbytes for buffer in receives.values()), len(kept))
+        return Pending(self, dict(receives), kept, works, kind)
+
+
+_world: World | None = None
+
+
+def world() -> World:
+    """The job this process belongs to: as torchrun's environment or a process group that is already there say."""
+    global _world
+    if _world is None:
+        _world = _join()
+    return _world
+
+
+def launched() -> tuple[int, int]:
+    """Rank and number of ranks as torchrun's environment names them; joins nothing."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def leave() -> None:
+    """Say good-bye to the other ranks, at the end of the job or before another."""
+    global _world
+    _world = None
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join() -> World:
+    if not dist.is_available():
+        return World()
+    rank, size = launched()
+    if not dist.is_initialized():
+        if size == 1:
+            return World()
+        dist.init_process_group(backend="gloo", rank=rank, world_size=size, timeout=TIMEOUT)
+    return World(dist.get_rank(), dist.get_world_size())
