@@ -361,12 +361,15 @@ class SplaxelModel(PartitionedGaussians):
             terms["tv_loss"] = TOTAL_VARIATION_WEIGHT * total_variation_loss(self.bil_grids.grids)
 
     def get_metrics_dict(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-        """PSNR of one view over its unmasked pixels, the number of Gaussians, and how far poses have moved."""
+        """PSNR of one view over its unmasked pixels, if there are any; the number of Gaussians; how far poses moved."""
         with torch.no_grad():
             target, mask = self._target(outputs, batch)
-            metrics = {"psnr": loss.psnr(outputs["rgb"], target, mask), "gaussian_count": self.num_points}
-            if self.config.color_corrected_metrics and self.step % COLOR_CORRECTION_EVERY == 0:
-                metrics["cc_psnr"] = loss.psnr(loss.color_corrected(outputs["rgb"], target, mask), target, mask)
+            metrics: dict[str, Any] = {"gaussian_count": self.num_points}
+            if mask is None or bool(mask.any()):
+                metrics["psnr"] = loss.psnr(outputs["rgb"], target, mask)
+                if self.config.color_corrected_metrics and self.step % COLOR_CORRECTION_EVERY == 0:
+                    corrected = loss.psnr(loss.color_corrected(outputs["rgb"], target, mask), target, mask)
+                    metrics |= {} if bool(corrected.isnan()) else {"cc_psnr": corrected}
             self.camera_optimizer.get_metrics_dict(metrics)
         if self.training and self.prunes:
             metrics |= self.saturation.metrics()
