@@ -244,23 +244,25 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @torch.no_grad()
 def photo_psnr(pipeline: SplaxelPipeline, num_views: int) -> tuple[float, float] | None:
-    """Mean PSNR (dB) on evenly chosen held-out photographs, with the boxes and without; None where they are absent."""
+    """Mean PSNR (dB) on evenly chosen held-out photographs, with the boxes and without; None where they are absent
+    or masked entirely."""
     data = pipeline.datamanager
     picks = even_picks(len(data.eval_dataset), num_views)
     if not picks or not all(data.eval_dataset.image_filenames[index].exists() for index in picks):
         return None
-    boxed = merged = 0.0
+    boxed, merged = [], []
     for index in picks:
         camera, batch = data.eval_view(index)
-        boxed += model_psnr(pipeline.model, camera, batch) / len(picks)
+        boxed += model_psnr(pipeline.model, camera, batch)
         with pipeline.model.as_one_partition():
-            merged += model_psnr(pipeline.model, camera, batch) / len(picks)
-    return boxed, merged
+            merged += model_psnr(pipeline.model, camera, batch)
+    return (sum(boxed) / len(boxed), sum(merged) / len(merged)) if boxed else None
 
 
-def model_psnr(model: SplaxelModel, camera: Cameras, batch: dict[str, Any]) -> float:
-    """PSNR (dB) of one view against its photograph."""
-    return float(model.get_metrics_dict(model.get_outputs_for_camera(camera), batch)["psnr"])
+def model_psnr(model: SplaxelModel, camera: Cameras, batch: dict[str, Any]) -> list[float]:
+    """PSNR (dB) of one view against its photograph; nothing if it is masked entirely."""
+    metrics = model.get_metrics_dict(model.get_outputs_for_camera(camera), batch)
+    return [float(metrics["psnr"])] if "psnr" in metrics else []
 
 
 def even_picks(num: int, wanted: int) -> list[int]:

@@ -108,7 +108,7 @@ class SplaxelPipeline(VanillaPipeline):
             step: The step, from 0.
 
         Returns:
-            loss, its terms, and the metrics, each the mean over the B views, without graph.
+            loss, its terms, and the metrics, each the mean over those of the B views that have it, without graph.
 
         Raises:
             FloatingPointError: A view's loss is not finite; the message names step and view.
@@ -188,12 +188,15 @@ class SplaxelPipeline(VanillaPipeline):
         Args:
             data_loader: (camera, batch) pairs of the evaluation split.
             image_prefix: Not used: pictures are named after the photographs.
-            step: Not used.
+            step: The step of the training that evaluates; None for an evaluation by itself.
             output_path: Folder for one picture per view, named by the photograph's path below their common folder.
             get_std: Also give `<metric>_std`, the standard deviation over the views; 0 for a single view.
 
         Returns:
             Plain floats, ready for JSON.
+
+        Raises:
+            ValueError: All views are masked entirely; a training goes on, without their metrics.
         """
         num_views = len(data_loader)
         self._print_protocol(num_views)
@@ -216,6 +219,11 @@ class SplaxelPipeline(VanillaPipeline):
                     torchvision.utils.save_image(images["img"].permute(2, 0, 1).cpu(), path)
                 progress.advance(task)
         self.train()
+        if step is None and not any("psnr" in result for result in results):
+            raise ValueError(
+                f"There is nothing to evaluate: all {num_views} views of the {self.datamanager.test_split} split of "
+                f"{self.datamanager.get_datapath()} are masked entirely. Look at their masks, or choose other views."
+            )
         return average_metrics(results, get_std)
 
     def _require_eval_views(self) -> None:
@@ -314,4 +322,5 @@ def _detached(values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _mean(dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {key: torch.stack([item[key] for item in dicts if key in item]).mean() for key in dicts[0]}
+    keys = dict.fromkeys(key for item in dicts for key in item)
+    return {key: torch.stack([item[key] for item in dicts if key in item]).mean() for key in keys}

@@ -53,14 +53,14 @@ class ProgressLine:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, step: int, seconds: float, loss: float, psnr: float, num_gaussians: int) -> None:
+    def update(self, step: int, seconds: float, loss: float, psnr: float | None, num_gaussians: int) -> None:
         """Count one finished step, and show the line where it is due.
 
         Args:
             step: The step just finished, from 0.
             seconds: How long it took.
             loss: Its mean loss.
-            psnr: Its mean PSNR in dB.
+            psnr: Its mean PSNR in dB; None if all its views are masked entirely.
             num_gaussians: How many there are now.
         """
         if self._num_updates == 1:
@@ -68,7 +68,7 @@ class ProgressLine:
         self._num_updates += 1
         self._seconds.append(seconds)
         self._losses.append(loss)
-        if math.isfinite(psnr):  # a view that is masked entirely has none
+        if psnr is not None and math.isfinite(psnr):
             self._psnrs.append(psnr)
         done = step + 1
         if done % self._every and done != self._total:
@@ -87,12 +87,12 @@ class ProgressLine:
 
     def _line(self, done: int, num_gaussians: int) -> str:
         loss = sum(self._losses) / len(self._losses)
-        psnr = sum(self._psnrs) / len(self._psnrs) if self._psnrs else math.nan
+        psnr = f"PSNR {sum(self._psnrs) / len(self._psnrs):5.2f} dB  " if self._psnrs else ""
         speed = len(self._seconds) / max(sum(self._seconds), 1e-9)
         width = len(str(self._total))
         count = f"{num_gaussians:,}" if num_gaussians < 1_000_000 else f"{num_gaussians / 1e6:.2f}M"
         return (
-            f"step {done:{width}d}/{self._total}  loss {loss:.4f}  PSNR {psnr:5.2f} dB  Gaussians {count}  "
+            f"step {done:{width}d}/{self._total}  loss {loss:.4f}  {psnr}Gaussians {count}  "
             f"{speed:.2f} it/s  ETA {clock((self._total - done) / speed)}"
         )
 

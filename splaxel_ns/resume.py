@@ -22,23 +22,17 @@ def find_checkpoint(config: SplaxelTrainerConfig) -> tuple[Path, dict[str, Any]]
     """The checkpoint a run starts from and its content, None for a fresh start.
 
     Raises:
-        ValueError: A checkpoint was asked for and none of those there can be read; or the checkpoints of another
-            run would stay beside this one's.
+        ValueError: A checkpoint was asked for and none of those there can be read; or those of an earlier
+            run would be lost.
     """
     folder = config.get_checkpoint_dir()
     own = checkpoint_steps(folder)
     if config.resume == "auto" and own:
         return load_newest_checkpoint(folder)
-    if own and not config.save_only_latest_checkpoint:
-        raise ValueError(
-            f"{folder} holds the checkpoints of an earlier run, and --save-only-latest-checkpoint "
-            "False would mix them with this run's: choose another --timestamp, or continue with --resume auto."
-        )
     if own:
-        CONSOLE.print(
-            f"{folder} holds the checkpoints of an earlier run: the first one that this run writes "
-            "replaces them. (--resume auto would have continued it.)",
-            markup=False,
+        raise ValueError(
+            f"{folder} holds the checkpoints of an earlier run, which this run's would replace: continue that run with "
+            "--resume auto, or choose another --timestamp."
         )
     if config.load_dir is not None:
         if config.load_step is None:

@@ -283,7 +283,8 @@ class SplaxelTrainer(Trainer):
         self.step = step
         self._between_steps = True
         num_gaussians = self.pipeline.model.num_points
-        progress.update(step, timer.duration, float(loss), float(metrics_dict["psnr"]), num_gaussians)
+        psnr = float(metrics_dict["psnr"]) if "psnr" in metrics_dict else None
+        progress.update(step, timer.duration, float(loss), psnr, num_gaussians)
         if step > 1:  # the first steps would skew the viewer's estimate of how often it may render
             rays = self.pipeline.datamanager.get_train_rays_per_batch()
             writer.put_time(EventName.TRAIN_RAYS_PER_SEC, rays / max(1e-3, timer.duration), step, avg_over_steps=True)

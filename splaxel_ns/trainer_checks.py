@@ -6,6 +6,8 @@ import os
 
 from nerfstudio.engine.trainer import TrainerConfig
 
+MAX_PORT = 2**16 - 1
+
 
 def check_run(config: TrainerConfig, world_size: int) -> None:
     """Refuse what cannot be done.
@@ -24,3 +26,7 @@ def check_run(config: TrainerConfig, world_size: int) -> None:
             "splaxel accumulates gradients over the views of a step: instead of --gradient-accumulation-steps use "
             "--pipeline.datamanager.batch-size."
         )
+    ports = {"port": config.viewer.websocket_port, "port-default": config.viewer.websocket_port_default}
+    for name, port in ports.items():
+        if port is not None and not 1 <= port <= MAX_PORT:  # the viewer's thread would end, and the run wait for it
+            raise ValueError(f"--viewer.websocket-{name} is {port}; it must be from 1 to {MAX_PORT}.")

@@ -192,9 +192,11 @@ def test_masked_pixels_change_nothing() -> None:
         assert float(results[0][3].sum()) > 0
 
 
-def test_a_fully_masked_view_has_no_gradient() -> None:
-    model = make_model(seeds(40))
-    terms = train_view(model, batch(mask=torch.zeros(HEIGHT, WIDTH, 1, dtype=torch.bool)))
+def test_a_fully_masked_view_has_no_gradient_and_no_psnr() -> None:
+    model = make_model(seeds(40), color_corrected_metrics=True)
+    data = batch(mask=torch.zeros(HEIGHT, WIDTH, 1, dtype=torch.bool))
+    assert not {"psnr", "cc_psnr"} & set(model.get_metrics_dict(model.get_outputs(one_camera()), data))
+    terms = train_view(model, data)
     assert float(terms["main_loss"].detach()) == pytest.approx(0.0, abs=1e-6)
     assert all(float(p.grad.abs().max()) == 0.0 for p in model.gauss_params.values() if p.grad is not None)
     assert float(model.strategy_state["count"].sum()) == 0

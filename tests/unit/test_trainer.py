@@ -305,15 +305,17 @@ def test_a_complete_run_says_so_and_ends(tmp_path: Path, capsys: Any) -> None:
     assert not trainer.losses and newest_checkpoint(models(tmp_path)).stat().st_mtime_ns == before  # type: ignore[union-attr]
 
 
-def test_a_fresh_run_replaces_or_refuses_an_earlier_one(tmp_path: Path, capsys: Any) -> None:
+def test_a_fresh_run_does_not_replace_an_earlier_one(tmp_path: Path) -> None:
     run(make_config(tmp_path, 6))
+    path = models(tmp_path).parent / "config.yml"
+    before = path.read_bytes()
+    for changes in ({}, {"save_only_latest_checkpoint": False}, {"load_dir": models(tmp_path)}):
+        with pytest.raises(ValueError, match=r"toy/splaxel/run/.* --resume auto, or choose another --timestamp"):
+            start(make_config(tmp_path, 4, **changes))
+    assert checkpoint_steps(models(tmp_path)) == [5] and path.read_bytes() == before
+    shutil.rmtree(models(tmp_path))  # what is left of a run without checkpoints is no loss
     run(make_config(tmp_path, 4))
-    assert "of an earlier run" in " ".join(capsys.readouterr().out.split())
-    assert checkpoint_steps(models(tmp_path)) == [3], (
-        "the earlier run's, of a higher step, would be taken for the newest"
-    )
-    with pytest.raises(ValueError, match="--timestamp"):
-        start(make_config(tmp_path, 4, save_only_latest_checkpoint=False))
+    assert checkpoint_steps(models(tmp_path)) == [3] and path.read_bytes() != before
 
 
 def test_resume_without_a_checkpoint_starts_afresh(tmp_path: Path) -> None:
@@ -366,6 +368,28 @@ def test_foreign_model_state_is_one_clear_error(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             pipeline.load_pipeline(state, 2)
     pipeline.load_pipeline(good, 2)
+
+
+@pytest.mark.parametrize("masked", [{1}, set(range(NUM_VIEWS))], ids=["one view", "all views"])
+def test_views_that_are_masked_entirely_have_no_metrics(
+    tmp_path: Path, masked: set[int], monkeypatch: Any, capsys: Any
+) -> None:
+    inner, logged = ToyModel.get_metrics_dict, []
+
+    def metrics_dict(self: Any, outputs: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        return {} if batch["image_idx"] in masked else inner(self, outputs, batch)
+
+    monkeypatch.setattr(ToyModel, "get_metrics_dict", metrics_dict)
+    monkeypatch.setattr(writer, "put_dict", lambda name, scalar_dict, step: logged.append((name, scalar_dict)))
+    monkeypatch.setattr(ToyModel, "get_image_metrics_and_images", lambda *_: ({}, {"img": torch.zeros(6, 8, 3)}))
+    trainer = run(make_config(tmp_path, 6, batch_size=2, steps_per_eval_all_images=3))
+    said = capsys.readouterr().out
+    assert ("PSNR" in said) == (len(masked) == 1) and "nan" not in said
+    kept = [values for name, values in logged if name == "Train Metrics Dict"]
+    assert kept and all(("psnr" in values) == (len(masked) == 1) for values in kept)
+    assert any("all images" in name for name, _ in logged), "training goes on where evaluation has nothing to say"
+    with pytest.raises(ValueError, match="all 2 views of the val split of /data are masked entirely"):
+        trainer.pipeline.get_average_eval_image_metrics(get_std=True)
 
 
 def test_a_nan_loss_stops_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
@@ -665,6 +689,15 @@ def test_an_old_config_without_our_newer_fields_loads(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         start(make_config(tmp_path, **({"total": 1} | changes)))
+
+
+@pytest.mark.parametrize("port", [65536, -1, 0])
+@pytest.mark.parametrize("name", ["websocket_port", "websocket_port_default"])
+def test_ports_that_do_not_exist_are_refused(tmp_path: Path, port: int, name: str) -> None:
+    config = make_config(tmp_path, 1)
+    setattr(config.viewer, name, port)
+    with pytest.raises(ValueError, match=f"--viewer.{name.replace('_', '-')} is {port}; it must be from 1 to 65535"):
+        start(config)
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
