@@ -21,7 +21,7 @@ from torch import Tensor
 
 from splaxel_ns import cuda
 from splaxel_ns.bench.kernels_reference import forward_backward_ms as reference_forward_backward_ms
-from splaxel_ns.bench.results import write_result
+from splaxel_ns.bench.results import ResultFile
 from splaxel_ns.partition import PartitionTree
 
 SIZES = {
@@ -218,13 +218,13 @@ class Kernels:
             raise ValueError(f"sizes are {', '.join(SIZES)}; there is no {', '.join(sorted(unknown))}")
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
+        file = ResultFile(self.json)
         try:
             levels = [level for level in self.levels if is_available(level)] or ["portable"]
             for name in self.sizes:
                 self.rows.append({"size": name, **self.measure(make_scene(*SIZES[name]), levels)})
                 self._say(self.rows[-1])
-                write_result(
-                    self.json,
+                file.write(
                     {
                         "cpu_features": cpu_features(),
                         "levels": levels,

@@ -22,7 +22,7 @@ from nerfstudio.engine.schedulers import MultiStepSchedulerConfig
 from nerfstudio.utils.rich_utils import CONSOLE
 from scipy import stats
 
-from splaxel_ns.bench.results import write_result
+from splaxel_ns.bench.results import ResultFile
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.render import project_view
 
@@ -53,12 +53,13 @@ class Quality:
     """Seeds that are trained side by side, one process and one thread each."""
 
     def main(self) -> None:
+        file = ResultFile(self.json)
         runs: list[dict[str, Any]] = []
         context = multiprocessing.get_context("spawn")  # the ops' threads do not survive a fork
         with ProcessPoolExecutor(self.jobs, mp_context=context) as pool:
             for done in pool.map(self.run_seed, self.seeds):
                 runs += done
-                write_result(self.json, {"steps": self.steps, "band": BAND, "rows": summarise(runs), "runs": runs})
+                file.write({"steps": self.steps, "band": BAND, "rows": summarise(runs), "runs": runs})
         for row in summarise(runs):
             CONSOLE.print(
                 f"P {row['partitions']} {row['boundary']:>6}: {row['psnr']:.2f} dB, "

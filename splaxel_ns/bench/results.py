@@ -38,9 +38,20 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps({**provenance(), **result}, indent=1) + "\n")
-    partial.replace(path)
+class ResultFile:
+    """A result file of what is in the tree now: by the time of writing, the commit may be another.
+
+    Args:
+        path: The file; its folder is made if missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._provenance = provenance()
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Write the file whole or not at all; may be called again with more results."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".part")
+        partial.write_text(json.dumps({**self._provenance, **result}, indent=1) + "\n")
+        partial.replace(self._path)

@@ -26,7 +26,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from PIL import Image
 from torch import Tensor
 
-from splaxel_ns.bench.results import write_result
+from splaxel_ns.bench.results import ResultFile
 from splaxel_ns.render import rasterize
 
 WALL_DISTANCE = 10.0
@@ -54,6 +54,7 @@ class Saturation:
     """Growth stops there."""
 
     def main(self) -> None:
+        file = ResultFile(self.json)
         runs: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory() as folder:
             data = self.data
@@ -74,7 +75,7 @@ class Saturation:
         }
         scene = "two walls" if self.data is None else str(self.data)
         settings = {"steps": self.steps, "partitions": self.num_partitions, "scale": self.scale}
-        write_result(self.json, {"scene": scene, **settings, "summary": summary, "runs": runs})
+        file.write({"scene": scene, **settings, "summary": summary, "runs": runs})
         CONSOLE.print(
             f"{scene}: PSNR with saturation {summary['psnr_difference']:+.3f} dB "
             f"({', '.join(f'{value:+.3f}' for value in differences)}), {summary['pruned_share']:.1%} of the pairs left "

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from splaxel_ns import cuda
-from splaxel_ns.bench import kernels, kernels_reference
+from splaxel_ns.bench import kernels, kernels_reference, results
 from splaxel_ns.cuda import _reference_splats as splats
 
 
@@ -63,6 +63,15 @@ def test_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {*parts, "iteration", "project", "sh", "forward_backward"} == set(stages)
     assert sum(stages[part]["median"] for part in parts) <= 1.5 * stages["iteration"]["median"]
     assert torch.get_num_threads() >= 1 and isinstance(result["cpu_features"], list)
+
+
+def test_results_name_the_commit_of_their_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = iter(("first", "second"))
+    monkeypatch.setattr(results, "provenance", lambda: {"commit": next(commits)})
+    file = results.ResultFile(tmp_path / "new" / "out.json")
+    for count in (1, 2):
+        file.write({"count": count})
+        assert json.loads((tmp_path / "new" / "out.json").read_text()) == {"commit": "first", "count": count}
 
 
 def test_unknown_size_is_refused(tmp_path: Path) -> None:
