@@ -68,19 +68,28 @@ def add_cars(mesh: MeshBuilder, rng: np.random.Generator, places: np.ndarray, al
     chosen = paints[rng.integers(len(paints), size=len(places))]
     length, height = rng.uniform(1.9, 2.35, len(places)), rng.uniform(1.35, 1.75, len(places))
 
-    def boxes(back: np.ndarray, front: np.ndarray, half: float, low: float, high: np.ndarray, obj) -> None:
-        first = np.stack([back, np.full_like(back, -half)], axis=1)
-        last = np.stack([front, np.full_like(front, half)], axis=1)
-        first[along_y], last[along_y] = first[along_y][:, ::-1], last[along_y][:, ::-1]
-        lows = places + np.column_stack([first, np.full(len(places), low)])
-        mesh.add_boxes(lows, places + np.column_stack([last, high]), obj)
+    def point(along: np.ndarray, across: float, up: np.ndarray | float) -> np.ndarray:  # [C, 3]
+        local = np.column_stack([along, np.full(len(places), across), np.broadcast_to(up, len(places))])
+        return places + np.where(along_y[:, None], local[:, [1, 0, 2]], local)
 
-    belt = 0.6 * height
-    boxes(-length, length, 0.9, 0.28, belt, chosen)
-    boxes(-0.75 * length, 0.4 * length, 0.78, 0.5, height - 0.06, glass)
-    boxes(-0.7 * length, 0.3 * length, 0.74, 0.6, height, chosen)
+    def tapered(foot: tuple, top: tuple, sides: int | np.ndarray, lid: int | np.ndarray) -> None:
+        """A closed truncated pyramid between two rectangles (back, front, half width, height)."""
+        low, high = (
+            [point(a, b, z) for a, b in ((back, -half), (front, -half), (front, half), (back, half))]
+            for back, front, half, z in (foot, top)
+        )
+        for k in range(4):
+            mesh.add_quads(np.stack([low[k], low[k - 3], high[k - 3], high[k]], axis=1), sides)
+        mesh.add_quads(np.stack(low[::-1], axis=1), sides)
+        mesh.add_quads(np.stack(high, axis=1), lid)
+
+    belt = 0.58 * height
+    tapered((-length, length, 0.88, 0.25), (-length, 0.98 * length, 0.9, 0.7 * belt), chosen, chosen)
+    tapered((-length, 0.98 * length, 0.9, 0.7 * belt), (-0.95 * length, 0.85 * length, 0.8, belt), chosen, chosen)
+    tapered((-0.85 * length, 0.42 * length, 0.79, belt), (-0.62 * length, 0.08 * length, 0.62, height), glass, chosen)
     for start in (-0.75, 0.45):
-        boxes(start * length, start * length + 0.62, 0.86, 0.0, np.full(len(places), 0.5), tyre)
+        wheel = (start * length, start * length + 0.62, 0.89)
+        tapered((*wheel, 0.0), (*wheel, 0.55), tyre, tyre)
 
 
 def add_lamps(mesh: MeshBuilder, feet: np.ndarray, arms: np.ndarray) -> None:

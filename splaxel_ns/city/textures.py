@@ -67,7 +67,7 @@ def hashed(*numbers: np.ndarray | int) -> np.ndarray:  # [n] float32 in 0..1
         state = (state ^ np.asarray(number).astype(np.int64).astype(np.uint32)) * np.uint32(0x85EBCA6B)
         state = (state ^ (state >> np.uint32(13))) * np.uint32(0xC2B2AE35)
         state = state ^ (state >> np.uint32(16))
-    return (state >> np.uint32(8)).astype(np.float32) / np.float32(1 << 24)
+    return np.asarray(state >> np.uint32(8), np.float32) / np.float32(1 << 24)
 
 
 def mix(a: np.ndarray, b: np.ndarray, share: np.ndarray) -> np.ndarray:  # [n, 3], [n, 3] or [3], [n] -> [n, 3]
