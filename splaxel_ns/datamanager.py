@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -163,6 +163,7 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
         self.scheduler = ViewScheduler(
             num_views=len(self.train_dataset), seed=config.train_cameras_sampling_seed, batch_size=config.batch_size
         )
+        self._participants: Sequence[set[int]] | None = None
         self._rest: list[int] = []  # views of a batch that next_train has not handed out yet
         self._num_eval_drawn = 0
         super(FullImageDatamanager, self).__init__()  # the class between loads every photograph
@@ -262,9 +263,15 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
             ValueError: There is not one set per view.
         """
         self.scheduler.set_participants(participants)
+        self._participants = participants
 
-    def next_train_batch(self, step: int) -> list[TrainView]:
+    def next_train_batch(self, step: int, wanted: Callable[[set[int]], bool] | None = None) -> list[TrainView]:
         """Return the step's views: exactly `batch_size`, bucket by bucket.
+
+        Args:
+            step: Not used.
+            wanted: Whether this rank will need the photograph of a view with these participants; the others come
+                without (`photograph_of`). None: all come.
 
         Raises:
             ValueError: A photograph cannot be read; the message names it.
@@ -274,7 +281,7 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
             indices += self.scheduler.next_batch()
         self._rest = indices[self.config.batch_size :]
         try:
-            return self._train_views(indices[: self.config.batch_size])
+            return self._train_views(indices[: self.config.batch_size], wanted)
         except (OSError, ValueError):
             self._rest = indices  # the state saved now must not have these views behind it
             raise
@@ -285,17 +292,33 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
             self._rest = self.scheduler.next_batch()
         return self._train_views([self._rest.pop(0)])[0]
 
-    def _train_views(self, indices: list[int]) -> list[TrainView]:
+    def photograph_of(self, camera: Cameras) -> dict[str, Any]:
+        """The photograph of a training view that `next_train_batch` handed out without."""
+        return self._view(self.train_dataset, int((camera.metadata or {})["cam_idx"]), keep=True)[1]
+
+    def _train_views(self, indices: list[int], wanted: Callable[[set[int]], bool] | None = None) -> list[TrainView]:
         upcoming = indices + self._rest + list(self.scheduler.peek(self.num_ahead))
-        self.train_dataset.announce(upcoming[: self.num_ahead + len(indices)])
-        return [self._view(self.train_dataset, index, keep=True) for index in indices]
+        needed = upcoming[: self.num_ahead + len(indices)]
+        participants = self._participants
+        if wanted is not None and participants is not None:
+            needed = [index for index in needed if wanted(participants[index])]
+        self.train_dataset.announce(needed)
+        return [
+            self._view(self.train_dataset, index, keep=True)
+            if index in needed
+            else (self._camera(self.train_dataset, index), {"image_idx": index})
+            for index in indices
+        ]
 
     def _view(self, dataset: SplaxelDataset, index: int, keep: bool) -> TrainView:
         data = dataset.get_data(index, "uint8", keep=keep)
         data["image"] = data["image"].to(self.device)
+        return self._camera(dataset, index), data
+
+    def _camera(self, dataset: SplaxelDataset, index: int) -> Cameras:
         camera = dataset.cameras[index : index + 1].to(self.device)
         camera.metadata = {**(camera.metadata or {}), "cam_idx": index}
-        return camera, data
+        return camera
 
     def get_train_rays_per_batch(self) -> int:
         """Return the mean number of pixels per step. Opens no photograph."""

@@ -21,7 +21,9 @@ WARP_COEFFICIENTS = 10
 """Of the quadratic function of red, green and blue that colour correction fits to each channel."""
 
 
-def photometric_loss(pred: Tensor, target: Tensor, mask: Tensor | None, ssim_lambda: float) -> Tensor:
+def photometric_loss(
+    pred: Tensor, target: Tensor, mask: Tensor | None, ssim_lambda: float, share: cuda.LossShare | None = None
+) -> Tensor:
     """(1 - lambda) L1 + lambda (1 - SSIM), with SSIM over valid 11x11 windows (paper, Eq. 3).
 
     Masked pixels are black in both images, so they carry neither loss nor gradient; the means still divide by
@@ -32,9 +34,10 @@ def photometric_loss(pred: Tensor, target: Tensor, mask: Tensor | None, ssim_lam
         target: Photograph.  # [H, W, 3]
         mask: True where a pixel counts, or None.  # [H, W, 1]
         ssim_lambda: Weight of the SSIM term, 0 to 1.
+        share: Of which image these are a crop, and what of it they count; None: the whole image.
 
     Returns:
-        The loss, a scalar.
+        The loss, or the crop's share of it, a scalar.
 
     Raises:
         ValueError: The sizes differ, or the image is smaller than one SSIM window.
@@ -43,7 +46,7 @@ def photometric_loss(pred: Tensor, target: Tensor, mask: Tensor | None, ssim_lam
     if mask is not None:
         pred = torch.where(mask, pred, 0.0)
         target = torch.where(mask, target, 0.0)
-    loss, _, _ = cuda.l1_ssim(pred.contiguous(), target.contiguous(), ssim_lambda)
+    loss, _, _ = cuda.l1_ssim(pred.contiguous(), target.contiguous(), ssim_lambda, share)
     return loss
 
 

@@ -24,6 +24,8 @@ from torch import Tensor
 from splaxel_ns import cameras as camera_views
 from splaxel_ns import loss
 from splaxel_ns.compositing import expected_depth
+from splaxel_ns.distributed import DistributedGaussians
+from splaxel_ns.flight import Flight
 from splaxel_ns.mcmc import SplaxelMCMCStrategy
 from splaxel_ns.metrics import ImageMetrics
 from splaxel_ns.model_checks import check_config
@@ -31,7 +33,6 @@ from splaxel_ns.model_options import SplaxelModelOptions
 from splaxel_ns.overlay import Overlay
 from splaxel_ns.render import Rendered, RenderOptions, render_view, view_info
 from splaxel_ns.saturation import GIB, SaturationMasks
-from splaxel_ns.scene import PartitionedGaussians
 from splaxel_ns.strategy import RefineReport, SplaxelStrategy, crosses, derived_seed
 from splaxel_ns.targets import over_background, shrink_mask, shrink_photograph
 from splaxel_ns.types import View
@@ -57,7 +58,7 @@ def in_viewer() -> bool:
     return threading.current_thread() is not threading.main_thread()
 
 
-class SplaxelModel(PartitionedGaussians):
+class SplaxelModel(DistributedGaussians):
     """3D Gaussians in P convex partitions, each drawn into a partial image, composed front to back.
 
     A `SplatfactoModel`, so that nerfstudio's viewer and exporter know what it is; its parameters have the same names.
@@ -75,9 +76,11 @@ class SplaxelModel(PartitionedGaussians):
     def populate_modules(self) -> None:
         """Make the Gaussians, the boxes and the strategy; nothing is downloaded or moved to a GPU."""
         check_config(self.config)
+        self.join()
         self.step = 0
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.info: dict[str, Any] = {}
+        self.flight: Flight | None = None
         self.crop_box: OrientedBox | None = None
         self.shown_partition: int | None = None
         self.overlay: Overlay | None = None
@@ -99,7 +102,7 @@ class SplaxelModel(PartitionedGaussians):
         )
         self.strategy_state = self.strategy.initialize_state(scene_scale=1.0)
         self.saturation = SaturationMasks(config.saturation_threshold, int(config.saturation_gib * GIB))
-        if config.saturation and config.num_partitions > 1 and config.camera_optimizer.mode != "off":
+        if config.saturation and self.partitions_wanted() > 1 and config.camera_optimizer.mode != "off":
             CONSOLE.print("Saturated pixels are drawn all the same: the camera optimiser moves the poses every step.")
 
     def participants_for(self, cameras: Cameras) -> list[set[int]]:
@@ -126,6 +129,8 @@ class SplaxelModel(PartitionedGaussians):
     @property
     def prunes(self) -> bool:
         """Whether saturated pixels are left out of training. Masks belong to poses, which a camera optimiser moves."""
+        if self.is_shared:
+            return False
         return self.config.saturation and self.tree.num_partitions > 1 and self.config.camera_optimizer.mode == "off"
 
     def take_saturation_snapshot(self, new_epoch: bool) -> None:
@@ -215,20 +220,45 @@ class SplaxelModel(PartitionedGaussians):
         Returns:
             rgb [H, W, 3], clamped to 0..1 (before the bilateral grid of a training view); accumulation [H, W, 1];
             depth [H, W, 1] (expected, world units; the farthest where nothing was drawn; None in training unless
-            `output_depth_during_training`); background, [3] in training, else [H, W, 3].
+            `output_depth_during_training`); background, [3] in training, else [H, W, 3]. A training view that several
+            ranks draw is a crop of the image, valid where this rank needs it, with `crop` and `share` (what of the
+            loss this rank counts); empty if the rank has no part in it.
         """
+        if self.is_shared:
+            return self.finish(camera, self.begin(camera))
         view = self.view_of(camera)
         background = self._background_for(camera)
         index = (camera.metadata or {}).get("cam_idx") if self.training and self.prunes else None
         rendered = self.render(view, background, index)
         if self.training:
-            self.info = view_info(rendered, view) | {"n_cameras": self.batch_size}
+            self.info = view_info(rendered.splats, view, rendered.stats) | {"n_cameras": self.batch_size}
             means2d = rendered.splats.means2d
             if self.strategy.uses_grad and torch.is_grad_enabled() and means2d.requires_grad:
                 means2d.retain_grad()
         outputs = self._outputs(rendered.rgb, rendered.alpha, rendered.depth, background)
         if self.training and self.config.use_bilateral_grid:
             outputs["rgb"] = self._in_colors_of(camera, outputs["rgb"])
+        return outputs
+
+    def begin(self, camera: Cameras) -> Flight | None:
+        """Draw this rank's part of a view and send pixels; other views can begin before `finish`. None: one rank."""
+        if not self.is_shared:
+            return None
+        index = int((camera.metadata or {}).get("cam_idx", -1))
+        return self.begin_flight(self.view_of(camera), index, self.render_options(), everything=not self.training)
+
+    def finish(self, camera: Cameras, flight: Flight | None) -> dict[str, Any]:
+        """What `get_outputs` returns, for a view that has begun."""
+        if flight is None or self.renderer is None:
+            return self.get_outputs(camera)
+        background = self._background_for(camera)
+        canvas = self.renderer.finish(flight, background)
+        self.flight = flight if self.training else None
+        if canvas is None:
+            return {}
+        outputs = self._outputs(canvas.rgb, canvas.alpha, canvas.depth, background)
+        if self.training:
+            outputs |= {"crop": canvas.crop, "share": flight.share(self.world.rank)}
         return outputs
 
     def _in_colors_of(self, camera: Cameras, rgb: Tensor) -> Tensor:
@@ -321,50 +351,67 @@ class SplaxelModel(PartitionedGaussians):
         image, background = batch["image"], outputs["background"]
         made = self._target_made
         if made is None or made[0] is not image or made[1] is not background:
-            mask = batch.get("mask")
-            if mask is not None:
-                mask = shrink_mask(mask, self.downscale_factor(*mask.shape[:2]))
-            made = (image, background, over_background(self.get_gt_img(image), background), mask)
+            mask = self._mask_of(batch)
+            target = over_background(self.get_gt_img(image), background)
+            crop = outputs.get("crop")
+            if crop is not None:
+                target, mask = crop.of(target), None if mask is None else crop.of(mask)
+            made = (image, background, target, mask)
             self._target_made = made
         return made[2], made[3]
+
+    def _mask_of(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """[H, W, 1] bool at the resolution training has reached, or None."""
+        mask = batch.get("mask")
+        return None if mask is None else shrink_mask(mask, self.downscale_factor(*mask.shape[:2]))
 
     def get_loss_dict(
         self, outputs: dict[str, Any], batch: dict[str, Any], metrics_dict: dict[str, Any] | None = None
     ) -> dict[str, Tensor]:
         """The photometric loss over the unmasked pixels, and the regularisers, of one view."""
         target, mask = self._target(outputs, batch)
-        terms = {"main_loss": loss.photometric_loss(outputs["rgb"], target, mask, self.config.ssim_lambda)}
+        share = outputs.get("share")
+        terms = {"main_loss": loss.photometric_loss(outputs["rgb"], target, mask, self.config.ssim_lambda, share)}
         if self.training:
-            self.info["mask"] = mask
-            if mask is not None and not bool(mask.any()):
+            self.info["mask"] = self._mask_of(batch) if share is not None else mask
+            if mask is not None and share is None and not bool(mask.any()):
                 self._say_once(
                     "masked",
                     f"[yellow]Training view {batch.get('image_idx', '')} is masked entirely at this resolution: "
                     "nothing is learnt from it, nor from others like it.",
                 )
-        if self.config.use_scale_regularization and crosses(self.step, self.batch_size, 10):
-            terms["scale_reg"] = loss.scale_regularization(self.scales, self.config.max_gauss_ratio)
-        if self.training:
-            self._add_regularizers(terms)
-        return terms
+        return terms if share is not None else terms | self.regularizers()
 
-    def _add_regularizers(self, terms: dict[str, Tensor]) -> None:
-        """What the options of training add to the loss, each independent of the view."""
-        config = self.config
+    def regularizers(self) -> dict[str, Tensor]:
+        """What the options of training add to the loss, each independent of the view; this rank's share of it."""
+        config, terms = self.config, {}
+        part = self.own_part()  # of means over all Gaussians
+        if config.use_scale_regularization and crosses(self.step, self.batch_size, 10):
+            terms["scale_reg"] = part * loss.scale_regularization(self.scales, config.max_gauss_ratio)
+        if not self.training:
+            return terms
         if config.strategy == "mcmc":
             if config.mcmc_opacity_reg > 0:
-                terms["mcmc_opacity_reg"] = config.mcmc_opacity_reg * loss.opacity_regularization(self.opacities)
+                terms["mcmc_opacity_reg"] = config.mcmc_opacity_reg * part * loss.opacity_regularization(self.opacities)
             if config.mcmc_scale_reg > 0:
-                terms["mcmc_scale_reg"] = config.mcmc_scale_reg * loss.size_regularization(self.scales)
-        self.camera_optimizer.get_loss_dict(terms)
+                terms["mcmc_scale_reg"] = config.mcmc_scale_reg * part * loss.size_regularization(self.scales)
+        of_views: dict[str, Tensor] = {}
+        self.camera_optimizer.get_loss_dict(of_views)
         if config.use_bilateral_grid:
-            terms["tv_loss"] = TOTAL_VARIATION_WEIGHT * total_variation_loss(self.bil_grids.grids)
+            of_views["tv_loss"] = TOTAL_VARIATION_WEIGHT * total_variation_loss(self.bil_grids.grids)
+        return terms | {name: term / self.world.size for name, term in of_views.items()}  # all ranks have the same
 
     def get_metrics_dict(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
         """PSNR of one view over its unmasked pixels, if there are any; the number of Gaussians; how far poses moved."""
         with torch.no_grad():
             target, mask = self._target(outputs, batch)
             metrics: dict[str, Any] = {"gaussian_count": self.num_points}
+            share = outputs.get("share")
+            if share is not None:
+                full = self._mask_of(batch)
+                pixels = share.height * share.width if full is None else int(full.sum())
+                counted = share.pixels[..., None] if mask is None else share.pixels[..., None] * mask
+                return {"squared_error": (counted * (outputs["rgb"] - target) ** 2).sum() / max(3 * pixels, 1)}
             if mask is None or bool(mask.any()):
                 metrics["psnr"] = loss.psnr(outputs["rgb"], target, mask)
                 if self.config.color_corrected_metrics and self.step % COLOR_CORRECTION_EVERY == 0:
@@ -405,6 +452,13 @@ class SplaxelModel(PartitionedGaussians):
 
     def after_backward(self, camera: Cameras | None = None) -> None:
         """Take the densification statistics of the view that was drawn last; its backward pass must be done."""
+        if self.flight is not None and self.renderer is not None:
+            flight, self.flight = self.flight, None
+            self.renderer.settle(flight)
+            if flight.cut is None:  # no Gaussian of this rank was looked at
+                self.info, self._target_made = {}, None
+                return
+            self.info |= view_info(flight.cut, flight.view, flight.stats) | {"n_cameras": self.batch_size}
         self.strategy.update(self.strategy_state, self.info, self.images, self.info.get("mask"))
         self.info = {}
         self._target_made = None
@@ -426,6 +480,7 @@ class SplaxelModel(PartitionedGaussians):
             CONSOLE.print(f"Refinement after {report}")
             if report.opacities_reset:  # nothing is opaque any more
                 self.saturation.drop()
+        self.changed()
         return report
 
     def training_state(self) -> dict[str, Any]:

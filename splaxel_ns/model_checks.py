@@ -10,7 +10,7 @@ import torch
 from nerfstudio.models.splatfacto import num_sh_bases
 from torch import Tensor
 
-from splaxel_ns.types import MAX_PARTITIONS, Boundary
+from splaxel_ns.types import MAX_PARTITIONS, Boundary, Exchange
 
 if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModelConfig
@@ -27,6 +27,8 @@ def check_config(config: SplaxelModelConfig) -> None:
     option = "--pipeline.model."
     choices = {
         "boundary": (config.boundary, get_args(Boundary)),
+        "exchange": (config.exchange, get_args(Exchange)),
+        "placement": (config.placement, ("random", "kdtree")),
         "rasterize-mode": (config.rasterize_mode, ("classic", "antialiased")),
         "strategy": (config.strategy, ("default", "mcmc")),
         "camera-optimizer.mode": (config.camera_optimizer.mode, ("off", "SO3xR3", "SE3")),
@@ -36,7 +38,11 @@ def check_config(config: SplaxelModelConfig) -> None:
         if value not in allowed:
             raise ValueError(f"{option}{name} is {value!r}; it must be one of {', '.join(allowed)}")
     ranges = {
-        "num-partitions": (config.num_partitions, 1, MAX_PARTITIONS),
+        "num-partitions": (1 if config.num_partitions is None else config.num_partitions, 1, MAX_PARTITIONS),
+        "migrate-every": (config.migrate_every, 1, 2**31 - 1),
+        "balance-every": (config.balance_every, 1, 2**31 - 1),
+        "max-imbalance": (config.max_imbalance, 0.01, 1e6),
+        "in-flight": (config.in_flight, 1, 1024),
         "sh-degree": (config.sh_degree, 0, MAX_SH_DEGREE),
         "ssim-lambda": (config.ssim_lambda, 0, 1),
         "transmittance-stop": (config.transmittance_stop, 0, 0.5),

@@ -7,18 +7,34 @@ from typing import Literal
 
 from nerfstudio.models.splatfacto import SplatfactoModelConfig
 
-from splaxel_ns.types import Boundary
+from splaxel_ns.types import Boundary, Exchange
 
 
 @dataclass
 class SplaxelModelOptions(SplatfactoModelConfig):
     """splatfacto's options, whose intervals and schedules count images here (steps times batch size), and ours."""
 
-    num_partitions: int = 1
-    """Convex boxes that space is cut into, 1 to 16. A checkpoint brings its own."""
+    num_partitions: int | None = None
+    """Convex boxes that space is cut into, 1 to 16. None: one per rank. A checkpoint brings its own."""
     boundary: Boundary = "filter"
     """Gaussians that straddle two boxes: filter (the paper; drop them on rays where both boxes are rendered), exact (as
     one model on one device) or none (ablation)."""
+    exchange: Exchange = "selective"
+    """What several ranks swap for a view: selective (the paper; the pixels that each needs), dense (all pixels of all)
+    or gaussian (the baseline that moves Gaussians instead: projected ones go to image strips)."""
+    half_pixels: bool = False
+    """exchange: pixels of training views travel as float16."""
+    placement: Literal["random", "kdtree"] = "random"
+    """exchange gaussian: which rank holds which Gaussian, at random or by boxes."""
+    migrate_every: int = 100
+    """Several ranks: Gaussians that have left their rank's boxes move to the rank they are in every so many images."""
+    balance_every: int = 2000
+    """Several ranks: every so many images space is cut anew if one rank has too many Gaussians."""
+    max_imbalance: float = 0.2
+    """Several ranks: how many more than the mean one may have, as a share of it (paper, section 8.1)."""
+    in_flight: int = 2
+    """Several ranks: views that are drawn before the first of them must be composed; while the pixels of one travel,
+    the next is drawn."""
     near_plane: float | None = None
     """Gaussians nearer to the camera are not drawn, in the scene's unit. None: one hundredth of the depth at which the
     training cameras see the nearest seed points; kept in the checkpoint."""

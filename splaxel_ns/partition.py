@@ -94,16 +94,23 @@ class PartitionTree:
         """What `from_state_dict` needs; the boxes' faces follow from it."""
         return {"axis": self.axis, "threshold": self.threshold, "children": self.children}
 
-    def locate(self, points: Tensor) -> Tensor:
+    def locate(self, points: Tensor, within: range | None = None) -> Tensor:
         """The leaf that holds each point.
 
         Args:
             points: [N, 3], world units.
+            within: Of the leaves of one rank (`runs_of`), the one nearest to the point; None: of all.
 
         Returns:
             [N] int32.
         """
-        columns = points.detach().unbind(dim=1)
+        points = points.detach()
+        if within is not None and len(within) < self.num_partitions:
+            if len(within) == 1:
+                return torch.full((len(points),), within.start, dtype=torch.int32, device=points.device)
+            lo, hi = self.box_of(within)
+            points = points.clamp(min=lo, max=torch.nextafter(hi, torch.full_like(hi, -math.inf)))
+        columns = points.unbind(dim=1)
         # Each point belongs to the node whose box holds it, so one comparison per node and run of leaves suffices.
         leaf = torch.zeros(len(points), dtype=torch.int32, device=points.device)
         axes, thresholds = self.axis.tolist(), self.threshold.tolist()
@@ -113,6 +120,46 @@ class PartitionTree:
                 goes_right &= leaf == first
             leaf.masked_fill_(goes_right, middle)
         return leaf
+
+    def runs_of(self, num_ranks: int) -> list[range]:
+        """Share the leaves out: each rank gets those under one node, so that its union is a box.
+
+        A node's ranks are split between its sides in proportion to their leaves. With as many ranks as leaves each
+        gets one; of a tree that was built for another number of ranks some may get more leaves than others.
+
+        Args:
+            num_ranks: R, 1 to the number of leaves.
+
+        Returns:
+            R runs of leaves, in order.
+
+        Raises:
+            ValueError: More ranks than leaves.
+        """
+        if not 1 <= num_ranks <= self.num_partitions:
+            raise ValueError(
+                f"{self.num_partitions} partitions cannot be shared out among {num_ranks} ranks, each of which needs "
+                f"one: use --pipeline.model.num-partitions {num_ranks} or more for a new run, or fewer ranks."
+            )
+        children, runs = self.children.tolist(), self._runs()
+        shares: list[range] = []
+
+        def share(node: int, first: int, stop: int, ranks: int) -> None:
+            if ranks == 1:
+                shares.append(range(first, stop))
+                return
+            middle = runs[node][1]
+            left = round(ranks * (middle - first) / (stop - first))
+            left = min(max(left, 1, ranks - (stop - middle)), ranks - 1, middle - first)
+            share(children[node][0], first, middle, left)
+            share(children[node][1], middle, stop, ranks - left)
+
+        share(0 if children else ~0, 0, self.num_partitions, num_ranks)
+        return shares
+
+    def box_of(self, run: range) -> tuple[Tensor, Tensor]:
+        """The box that a rank's leaves fill: closed lower faces [3] and open upper faces [3]."""
+        return self.lo[run.start : run.stop].amin(dim=0), self.hi[run.start : run.stop].amax(dim=0)
 
     def order(self, cam_center: Tensor | Sequence[float]) -> list[int]:
         """All leaves, front to back for every ray that starts at the camera's centre.

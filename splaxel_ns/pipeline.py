@@ -6,7 +6,7 @@ Shapes: B views of a step, H x W pixels.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -26,7 +26,10 @@ from splaxel_ns.cuda import _backend
 from splaxel_ns.viewer_panel import PartitionPanel
 
 if TYPE_CHECKING:
+    from nerfstudio.cameras.cameras import Cameras
+
     from splaxel_ns.datamanager import SplaxelDatamanager
+    from splaxel_ns.flight import Flight
     from splaxel_ns.model import SplaxelModel
 
 
@@ -93,6 +96,7 @@ class SplaxelPipeline(VanillaPipeline):
         super().__init__(config, "cpu", test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         self.world_size = world_size
         self.model.set_training_views(self.datamanager.train_dataset.cameras, self.datamanager.config.batch_size)
+        self.model.keep_own_share()
         self.partitions = PartitionPanel(self.model)
         self._protocol_printed = False
 
@@ -118,22 +122,78 @@ class SplaxelPipeline(VanillaPipeline):
         if new_epoch:
             # Participants decide which views may share a bucket; they only change between epochs (design: ranks agree).
             self.datamanager.set_participants(self.model.participants_for(self.datamanager.train_dataset.cameras))
-        views = self.datamanager.next_train_batch(step)
-        losses: list[dict[str, Tensor]] = []
-        metrics: list[dict[str, Tensor]] = []
-        for camera, batch in views:
-            outputs = self.model.get_outputs(camera)
+        views = self.datamanager.next_train_batch(step, self.model.shows)
+        results: list[dict[str, Tensor]] = [{} for _ in views]
+        flights: deque[tuple[int, Flight | None]] = deque()
+        depth = self.model.config.in_flight if self.model.is_shared else 1
+        for number, (camera, _) in enumerate(views):
+            flights.append((number, self.model.begin(camera)))
+            if len(flights) == depth:
+                number, flight = flights.popleft()
+                results[number] = self._land(step, *views[number], flight, len(views))
+        for number, flight in flights:
+            results[number] = self._land(step, *views[number], flight, len(views))
+        if self.model.is_shared:
+            results = self._together(step, results)
+        terms = [name for name in results[0] if name.startswith("loss")]
+        means = _mean(results)
+        losses = {name.removeprefix("loss "): means.pop(name) for name in terms}
+        return losses.pop("loss"), losses, means
+
+    def _land(
+        self, step: int, camera: Cameras, batch: dict[str, Any], flight: Flight | None, num_views: int
+    ) -> dict[str, Tensor]:
+        """Loss and gradients of a view that has begun: "loss", "loss TERM" and metrics, or of several ranks shares."""
+        outputs = self.model.finish(camera, flight)
+        result: dict[str, Tensor] = {}
+        if outputs:
+            if "image" not in batch:
+                batch = self.datamanager.photograph_of(camera)
             metrics_dict = self.model.get_metrics_dict(outputs, batch)
             loss_dict = self.model.get_loss_dict(outputs, batch, metrics_dict)
             loss = torch.stack([torch.as_tensor(term) for term in loss_dict.values()]).sum()
             self._require_finite(loss, loss_dict, step, batch)
             if loss.requires_grad:  # a view without a single Gaussian has no graph
-                (loss / len(views)).backward()
-            self.model.after_backward(camera)
-            losses.append({"loss": loss.detach()} | _detached(loss_dict))
-            metrics.append(_detached(metrics_dict))
-        mean_losses = _mean(losses)
-        return mean_losses.pop("loss"), mean_losses, _mean(metrics)
+                (loss / num_views).backward()
+            result = {"loss": loss.detach()} | {f"loss {name}": term for name, term in loss_dict.items()} | metrics_dict
+        self.model.after_backward(camera)
+        return _detached(result)
+
+    def _together(self, step: int, shares: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Add what belongs to no view, sum gradients and results over the ranks.
+
+        Args:
+            shares: Of each view, what this rank counts.
+
+        Returns:
+            The results of each view, the same on all ranks.
+        """
+        model, world = self.model, self.model.world
+        regularizers = model.regularizers()
+        if regularizers:
+            total = torch.stack(list(regularizers.values())).sum()
+            self._require_finite(total, regularizers, step, {})
+            if total.requires_grad:
+                total.backward()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not name.startswith("gauss_params."):  # all ranks have the same
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                world.sum(parameter.grad, "gradients of views")
+        names = ("loss", "squared_error")
+        zero = torch.zeros(())
+        rows = [torch.stack([share.get(name, zero) for name in names]) for share in shares]  # B x [2]
+        extra = [torch.as_tensor(term).detach().float() for term in regularizers.values()]
+        table = world.sum(torch.cat([torch.stack(rows).flatten(), *[value.reshape(1) for value in extra]]))
+        summed = dict(zip(regularizers, table[2 * len(rows) :], strict=True))
+        results = []
+        for main_loss, squared_error in table[: 2 * len(rows)].view(-1, 2):
+            result = {"loss": main_loss + sum(summed.values()), "loss main_loss": main_loss}
+            result |= {f"loss {name}": value for name, value in summed.items()}
+            if squared_error > 0:
+                result["psnr"] = -10.0 * torch.log10(squared_error)
+            results.append(result | {"gaussian_count": torch.tensor(float(model.num_total))})
+        return results
 
     def _require_finite(self, loss: Tensor, terms: dict[str, Tensor], step: int, batch: dict[str, Any]) -> None:
         if torch.isfinite(loss):

@@ -84,9 +84,15 @@ class Rendered:
 
 
 @torch.no_grad()
-def partitions_of(gaussians: Gaussians, tree: PartitionTree, boundary: Boundary, view: View) -> Partitions:
-    """Who owns which Gaussian and each partition's content boxes (design 3), good for `view` and any other lens."""
-    owner = tree.locate(gaussians.means)
+def partitions_of(
+    gaussians: Gaussians, tree: PartitionTree, boundary: Boundary, view: View, within: range | None = None
+) -> Partitions:
+    """Who owns which Gaussian and each partition's content boxes (design 3), good for `view` and any other lens.
+
+    Args:
+        within: The partitions of this rank, one of which owns each Gaussian wherever it has moved; None: all.
+    """
+    owner = tree.locate(gaussians.means, within)
     slope = view_slope(view.K, view.width, view.height)
     return Partitions(tree, owner, content_boxes(gaussians.means, gaussians.scales, tree, boundary, slope, owner))
 
@@ -153,6 +159,27 @@ def render_view(
     if mask is not None:
         plan = mask.applied_to(plan)
     splats = project_view(gaussians, view, options)
+    partials, stats = draw_partials(splats, gaussians.means, partitions.owner, view, partitions.tree, plan, options)
+    rgb, depth, alpha = compose(partials, background)
+    return Rendered(rgb, alpha, depth, splats, plan, partials, stats)
+
+
+def draw_partials(
+    splats: Splats,
+    means: Tensor,
+    owner: Tensor,
+    view: View,
+    tree: PartitionTree,
+    plan: ViewPlan,
+    options: RenderOptions,
+) -> tuple[PartialImages, cuda.RasterStats]:
+    """The partial images of the partitions in `plan.order`.
+
+    Args:
+        splats: N Gaussians as the view sees them.
+        means: Where they are, world units.  # [N, 3]
+        owner: Their leaves.  # [N] int32
+    """
     colors, depths, transmittances, stats = cuda.rasterize_partials(
         splats.means2d,
         splats.depths,
@@ -160,11 +187,11 @@ def render_view(
         splats.opacities,
         splats.colors,
         splats.extents,
-        partitions.owner,
-        gaussians.means,
+        owner,
+        means,
         view.world_to_cam,
         view.K,
-        partitions.tree,
+        tree,
         plan.order,
         plan.spans,
         view.width,
@@ -174,14 +201,11 @@ def render_view(
         absgrad=options.absgrad,
         count_clipped=options.count_clipped,
     )
-    partials = PartialImages(colors, depths, transmittances)
-    rgb, depth, alpha = compose(partials, background)
-    return Rendered(rgb, alpha, depth, splats, plan, partials, stats)
+    return PartialImages(colors, depths, transmittances), stats
 
 
-def view_info(rendered: Rendered, view: View) -> dict[str, Any]:
+def view_info(splats: Splats, view: View, stats: cuda.RasterStats | None) -> dict[str, Any]:
     """What densification needs to know of a view, under gsplat's names where it has them."""
-    splats = rendered.splats
     return {
         "means2d": splats.means2d,
         "depths": splats.depths,
@@ -191,7 +215,7 @@ def view_info(rendered: Rendered, view: View) -> dict[str, Any]:
         "width": view.width,
         "height": view.height,
         "n_cameras": 1,
-        "stats": rendered.stats,
+        "stats": stats,
     }
 
 
@@ -299,7 +323,7 @@ def rasterize(
     tree = PartitionTree.build(means, num_partitions) if tree is None else tree
     partitions = partitions_of(gaussians, tree, boundary, view)
     rendered = render_view(gaussians, view, partitions, background, options)
-    info = view_info(rendered, view)
+    info = view_info(rendered.splats, view, rendered.stats)
     info |= {"tree": tree, "owner": partitions.owner, "plan": rendered.plan, "partials": rendered.partials}
     seen = rendered.splats.extents[:, 0] > 0
     info["radii"] = torch.where(seen, screen_radii(rendered.splats.conics.detach()), 0.0)

@@ -96,7 +96,7 @@ class PartitionedGaussians(SplatfactoModel):
     def _start(self, means: Tensor, colors: Tensor | None) -> None:
         """The first Gaussians and the boxes over them."""
         self.gauss_params = torch.nn.ParameterDict(self._first_parameters(means, colors))
-        self._set_tree(PartitionTree.build(means, self.config.num_partitions))
+        self._set_tree(PartitionTree.build(means, self.partitions_wanted()))
 
     def _first_parameters(self, means: Tensor, colors: Tensor | None) -> dict[str, Parameter]:
         num = len(means)
@@ -115,6 +115,10 @@ class PartitionedGaussians(SplatfactoModel):
             "opacities": torch.logit(torch.full((num, 1), 0.1)),
         }
         return {name: Parameter(tensors[name]) for name in GAUSS_PARAMS}
+
+    def partitions_wanted(self) -> int:
+        """Boxes of a new model."""
+        return 1 if self.config.num_partitions is None else self.config.num_partitions
 
     # Boxes
 
@@ -251,7 +255,7 @@ class PartitionedGaussians(SplatfactoModel):
         check_state(state, self.config.sh_degree)
         check_view_parameters(state, self.state_dict())
         tree = PartitionTree.from_state_dict({name: state[f"tree_{name}"] for name in TREE})
-        if tree.num_partitions != self.config.num_partitions:
+        if self.config.num_partitions not in (None, tree.num_partitions):
             self._say_once(
                 "tree",
                 f"The checkpoint's {tree.num_partitions} partitions are used (num_partitions is "

@@ -180,7 +180,7 @@ def test_hash_is_uniform_and_tells_integers_apart() -> None:
         ({"street_yaws": 0}, "--street-yaws is 0"),
         ({"seed": -3}, "--seed is -3"),
         ({"aerial_height": 1.0}, "--aerial-height is 1;"),
-        ({"size": 90_000.0}, "needs about .* GB, this machine has"),
+        ({"size": 90_000.0, "workers": 2}, "with 2 processes needs about .* GB, this machine has"),
     ],
 )
 def test_wrong_arguments_are_refused(changes: dict, words: str) -> None:
@@ -191,6 +191,17 @@ def test_wrong_arguments_are_refused(changes: dict, words: str) -> None:
 def test_defaults_are_accepted() -> None:
     check(CityCommand(Path("city"), workers=1))
     check(CityCommand(Path("city"), workers=1, aerial_views=1, street_views=0, test_share=0))
+
+
+def test_processes_fit_the_memory(monkeypatch) -> None:
+    monkeypatch.setattr(command, "_memory_of_machine", lambda: 4 << 30)
+    monkeypatch.setattr(command.os, "sched_getaffinity", lambda _: set(range(64)))
+    chosen = command.num_workers(CityCommand(Path("city")))
+    assert 1 < chosen <= 4
+    check(CityCommand(Path("city")))
+    assert command.num_workers(CityCommand(Path("city"), aerial_views=2, street_views=0)) == 2
+    with pytest.raises(ValueError, match="give a smaller --size or fewer --workers"):
+        check(CityCommand(Path("city"), workers=64))
 
 
 def test_cameras_among_roofs_are_refused(city: City) -> None:

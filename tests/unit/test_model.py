@@ -396,4 +396,4 @@ def test_old_configurations_load() -> None:
     config = object.__new__(SplaxelModelConfig)
     old = {name: value for name, value in vars(SplaxelModelConfig()).items() if name in vars(SplatfactoModelConfig())}
     vars(config).update(old)
-    assert config.num_partitions == 1 and config.near_plane is None and config.max_gaussians == 0
+    assert config.num_partitions is None and config.near_plane is None and config.max_gaussians == 0

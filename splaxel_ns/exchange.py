@@ -1,0 +1,341 @@
+"""Which pixels of a view travel between ranks, and the picture that a rank composes of its own and of those it got.
+
+Paper, section 4: rank s draws the pixels of its region; rank k needs the composed colour of its own region and of what
+its gradients depend on around it. So s sends k the pixels of region_s inside k's need, in row order, without indices:
+both sides know all regions (design 5).
+
+Regions are row spans [H, 2] int32: columns spans[y, 0] <= x < spans[y, 1] of row y; empty rows hold 0, 0.
+Shapes: R ranks, P partitions, Q ranks that draw a view, H x W pixels, h x w of a crop, M pixels of a stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splaxel_ns.comm import Disagreement, Pending, World
+from splaxel_ns.compositing import compose
+from splaxel_ns.cuda.saturation import unpack_bits
+from splaxel_ns.cuda.splats import SSIM_WINDOW, LossShare
+from splaxel_ns.saturation import ViewMask
+from splaxel_ns.types import PartialImages, ViewPlan
+
+HALO = SSIM_WINDOW - 1
+"""A pixel's gradient depends on composed pixels up to this far away on each axis (design 2): a square of 21 x 21."""
+NOBODY = 255
+
+
+@dataclass(frozen=True)
+class RankRegions:
+    """Who draws and who needs which pixels of one view; the same on all ranks."""
+
+    order: tuple[int, ...]  # Q ranks that draw something, nearest first
+    spans: Tensor  # [R, H, 2] int32, what each rank draws
+    needs: Tensor  # [R, H, 2] int32, what each rank needs composed
+    width: int
+    saturated: Tensor | None = None  # [R, H, ceil(W / 8)] uint8, pixels that a rank leaves out, as in `ViewPlan`
+
+    @property
+    def height(self) -> int:
+        """H."""
+        return self.spans.shape[1]
+
+    def stream(self, source: int, target: int) -> Tensor:
+        """Pixels [M] int64 (row by row, y W + x) that `source` sends `target`."""
+        pixels = pixels_of(intersection(self.spans[source], self.needs[target]), self.width)
+        if self.saturated is None or not bool(self.saturated[source].any()):
+            return pixels
+        y = torch.div(pixels, self.width, rounding_mode="floor")
+        x = pixels - y * self.width
+        octets = self.saturated[source].flatten()[y * self.saturated.shape[2] + torch.div(x, 8, rounding_mode="floor")]
+        return pixels[(octets >> (x % 8).to(torch.uint8)) & 1 == 0]
+
+    def without(self, mask: ViewMask) -> RankRegions:
+        """The regions less the saturated pixels of a mask whose partitions are ranks.
+
+        A rank needs composed pixels only around what it still draws.
+        """
+        saturated = mask.bits_of(tuple(range(len(self.spans))))
+        spans, needs = self.spans.clone(), self.needs.clone()
+        x = torch.arange(self.width, dtype=torch.int32)
+        for rank in mask.partitions:
+            kept = covered(spans[rank], self.width) & ~unpack_bits(saturated[rank], self.width)
+            some = kept.any(dim=1)
+            start = torch.where(some, torch.where(kept, x, self.width).amin(dim=1), 0)
+            stop = torch.where(some, torch.where(kept, x + 1, 0).amax(dim=1), 0)
+            spans[rank] = torch.stack([start, stop], dim=-1)
+            needs[rank] = intersection(needs[rank], dilated(spans[rank], HALO, self.width))
+        order = tuple(rank for rank in self.order if rank not in mask.absent)
+        return RankRegions(order, spans, needs, self.width, saturated)
+
+    def active(self, rank: int) -> bool:
+        """Whether this rank draws or needs anything of the view."""
+        return rank in self.order or bool((self.needs[rank, :, 1] > self.needs[rank, :, 0]).any())
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A rectangle of an image: rows top..bottom, columns left..right, ends excluded."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    def of(self, image: Tensor) -> Tensor:
+        """The crop of an image [H, W, ...] -> [h, w, ...]."""
+        return image[self.top : self.bottom, self.left : self.right]
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What a rank knows of a view's picture, inside a crop; valid where its need was."""
+
+    rgb: Tensor  # [h, w, 3]
+    alpha: Tensor  # [h, w]
+    depth: Tensor  # [h, w], undivided
+    transmittances: Tensor  # [Q, h, w], of the ranks, nearest first
+    crop: Crop
+
+
+def hull(spans: Tensor, width: int) -> Tensor:
+    """The union of regions [L, H, 2], row by row without gaps: [H, 2]."""
+    some = spans[..., 1] > spans[..., 0]  # [L, H]
+    if not len(spans):
+        return spans.new_zeros(spans.shape[1:])
+    start = torch.where(some, spans[..., 0], width).amin(dim=0)
+    stop = torch.where(some, spans[..., 1], 0).amax(dim=0)
+    return torch.stack([torch.where(stop > start, start, 0), stop], dim=-1)
+
+
+def intersection(a: Tensor, b: Tensor) -> Tensor:
+    """Pixels in both regions, [..., H, 2]."""
+    start, stop = torch.maximum(a[..., 0], b[..., 0]), torch.minimum(a[..., 1], b[..., 1])
+    some = stop > start
+    return torch.stack([torch.where(some, start, 0), torch.where(some, stop, 0)], dim=-1)
+
+
+def dilated(spans: Tensor, reach: int, width: int) -> Tensor:
+    """All pixels at most `reach` away on each axis from a region [..., H, 2], clipped to the image."""
+    some = spans[..., 1] > spans[..., 0]
+    start = torch.where(some, spans[..., 0] - reach, width).float()  # [..., H]
+    stop = torch.where(some, spans[..., 1] + reach, 0).float()
+    rows = spans.shape[-2]
+
+    def spread(values: Tensor) -> Tensor:
+        flat = values.reshape(-1, 1, rows)
+        return torch.nn.functional.max_pool1d(flat, 2 * reach + 1, stride=1, padding=reach).reshape(values.shape)
+
+    start, stop = (-spread(-start)).clamp_min(0).int(), spread(stop).clamp_max(width).int()
+    some = stop > start
+    return torch.stack([torch.where(some, start, 0), torch.where(some, stop, 0)], dim=-1)
+
+
+def whole(height: int, width: int) -> Tensor:
+    """The region [H, 2] that holds all pixels."""
+    return torch.tensor([0, width], dtype=torch.int32).repeat(height, 1)
+
+
+def pixels_of(spans: Tensor, width: int) -> Tensor:
+    """The pixels of a region [H, 2], row by row: [M] int64, y W + x."""
+    lengths = (spans[:, 1] - spans[:, 0]).long()
+    ends = lengths.cumsum(0)
+    first = spans[:, 0].long() + torch.arange(len(spans)) * width - (ends - lengths)
+    return torch.repeat_interleave(first, lengths) + torch.arange(int(ends[-1]) if len(ends) else 0)
+
+
+def covered(spans: Tensor, width: int) -> Tensor:
+    """A region [H, 2] as a mask [H, W] bool."""
+    x = torch.arange(width, dtype=torch.int32)
+    return (x >= spans[:, :1]) & (x < spans[:, 1:])
+
+
+def lowest_covering(spans: Tensor, width: int) -> Tensor:
+    """The lowest-numbered rank whose region [R, H, 2] holds a pixel: [H, W] uint8, `NOBODY` where none does."""
+    label = torch.full((spans.shape[1], width), NOBODY, dtype=torch.uint8)
+    for rank in reversed(range(len(spans))):
+        if bool((spans[rank, :, 1] > spans[rank, :, 0]).any()):
+            label.masked_fill_(covered(spans[rank], width), rank)
+    return label
+
+
+def bounding(spans: Tensor) -> Crop | None:
+    """The smallest rectangle around a region [H, 2]; None if it is empty."""
+    rows = (spans[:, 1] > spans[:, 0]).nonzero().flatten()
+    if not len(rows):
+        return None
+    some = spans[rows]
+    return Crop(int(rows[0]), int(rows[-1]) + 1, int(some[:, 0].min()), int(some[:, 1].max()))
+
+
+def rank_regions(plan: ViewPlan, runs: list[range], width: int, halo: int | None) -> RankRegions:
+    """Regions of ranks from those of partitions.
+
+    Args:
+        plan: Of the view, for all partitions.
+        runs: The partitions of each rank.
+        width: W.
+        halo: How far around what it draws a rank needs composed pixels; None: every rank needs the whole picture.
+    """
+    rank_of = {leaf: rank for rank, run in enumerate(runs) for leaf in run}
+    order = tuple(dict.fromkeys(rank_of[leaf] for leaf in plan.order))
+    spans = torch.stack([hull(plan.spans[run.start : run.stop], width) for run in runs])
+    if halo is None:
+        needs = whole(plan.spans.shape[1], width).expand_as(spans)
+    else:
+        needs = dilated(spans, halo, width)
+    return RankRegions(order, spans, needs, width)
+
+
+def merged(partials: PartialImages) -> PartialImages:
+    """The partial images of one rank's partitions, front to back, as one: a rank's union is convex too."""
+    if len(partials.transmittances) == 1:
+        return partials
+    rgb, depth, alpha = compose(partials, torch.zeros(3))
+    return PartialImages(rgb[None], depth[None], 1.0 - alpha[None])
+
+
+# Streams
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What every stream says of itself, so that ranks which have come apart notice."""
+
+    step: int
+    view: int
+    version: int
+
+    def header(self, count: int) -> Tensor:
+        """[4] int32."""
+        return torch.tensor([self.step, self.view, self.version, count], dtype=torch.int32)
+
+
+def send_pixels(
+    world: World, regions: RankRegions, own: PartialImages | None, tag: Tag, with_depth: bool, half: bool
+) -> tuple[Pending, dict[int, Tensor]]:
+    """Start swapping a view's pixels.
+
+    Args:
+        own: What this rank draws, one partial image; None if it draws nothing.
+        with_depth: Send depths too; a pixel has 5 numbers then, else 4.
+        half: As float16.
+
+    Returns:
+        The messages under way, and by source the pixels [M] that its message holds.
+    """
+    sends, receives, streams = {}, {}, {}
+    kind = torch.float16 if half else torch.float32
+    channels = 5 if with_depth else 4
+    if own is not None:
+        parts = [own.colors[0], own.transmittances[0, ..., None]] + ([own.depths[0, ..., None]] if with_depth else [])
+        packed = torch.cat([part.detach() for part in parts], dim=-1).reshape(-1, channels)
+        for target in range(world.size):
+            pixels = regions.stream(world.rank, target) if target != world.rank else packed.new_zeros(0).long()
+            if len(pixels):
+                data = packed.index_select(0, pixels).to(kind)
+                sends[target] = torch.cat([tag.header(len(pixels)).view(torch.uint8), data.view(torch.uint8).flatten()])
+    for source in regions.order:
+        pixels = regions.stream(source, world.rank) if source != world.rank else torch.zeros(0, dtype=torch.int64)
+        if len(pixels):
+            streams[source] = pixels
+            size = 16 + len(pixels) * channels * (2 if half else 4)
+            receives[source] = torch.empty(size, dtype=torch.uint8)
+    return world.start(sends, receives, "pixels"), streams
+
+
+def compose_canvas(
+    world: World,
+    regions: RankRegions,
+    own: PartialImages | None,
+    messages: dict[int, Tensor],
+    streams: dict[int, Tensor],
+    tag: Tag,
+    with_depth: bool,
+    half: bool,
+    background: Tensor,
+    crop: Crop,
+) -> Canvas:
+    """Put the ranks' pixels in order and compose them (paper, Eq. 4-6); gradients flow to `own` only.
+
+    Raises:
+        Disagreement: A message belongs to another view or step.
+    """
+    height, width = crop.bottom - crop.top, crop.right - crop.left
+    channels = 5 if with_depth else 4
+    layers: list[tuple[Tensor, Tensor, Tensor]] = []
+    for rank in regions.order:
+        if rank == world.rank and own is not None:
+            layers.append((crop.of(own.colors[0]), crop.of(own.depths[0]), crop.of(own.transmittances[0])))
+            continue
+        layer = torch.zeros(height * width, channels)
+        layer[:, 3] = 1.0
+        if rank in messages:
+            message = messages[rank]
+            _check_header(message[:16].view(torch.int32), tag.header(len(streams[rank])), rank, world.rank)
+            kind = torch.float16 if half else torch.float32
+            values = message[16:].view(kind).view(-1, channels).float()
+            y = torch.div(streams[rank], regions.width, rounding_mode="floor")
+            x = streams[rank] - y * regions.width
+            layer[(y - crop.top) * width + (x - crop.left)] = values
+        picture = layer.view(height, width, channels)
+        depth = picture[..., 4] if with_depth else torch.zeros(height, width)
+        layers.append((picture[..., :3], depth, picture[..., 3]))
+    if layers:
+        colors, depths, transmittances = (torch.stack(part) for part in zip(*layers, strict=True))
+    else:
+        colors, depths = torch.zeros(0, height, width, 3), torch.zeros(0, height, width)
+        transmittances = torch.zeros(0, height, width)
+    rgb, depth, alpha = compose(PartialImages(colors, depths, transmittances), background)
+    return Canvas(rgb, alpha, depth, transmittances.detach(), crop)
+
+
+def _check_header(found: Tensor, expected: Tensor, source: int, rank: int) -> None:
+    if not torch.equal(found, expected):
+        names = ("step", "view", "version", "pixels")
+        said = ", ".join(f"{name} {value}" for name, value in zip(names, found.tolist(), strict=True))
+        wanted = ", ".join(f"{name} {value}" for name, value in zip(names, expected.tolist(), strict=True))
+        raise Disagreement(
+            f"Rank {rank} got pixels of {said} from rank {source} where {wanted} were due: the ranks have come apart. "
+            "Continue from the last checkpoint with --resume auto, and report this."
+        )
+
+
+# The loss
+
+
+def loss_share(regions: RankRegions, rank: int, crop: Crop) -> LossShare:
+    """Which pixels and windows of the loss `rank` counts; over the ranks every one is counted once.
+
+    A pixel is counted by the lowest-numbered rank that draws it; a window by the lowest-numbered rank that draws
+    something at most five pixels from its centre, for that rank has all its pixels. What is left shows background
+    only and is counted by the rank of `counts_rest`.
+    """
+    border = SSIM_WINDOW // 2
+    rest = counts_rest(regions)
+    drawn = torch.zeros_like(regions.spans)
+    drawn[list(regions.order)] = regions.spans[list(regions.order)]
+    labels = []
+    for reach in (0, border):
+        label = lowest_covering(dilated(drawn, reach, regions.width) if reach else drawn, regions.width)
+        labels.append(crop.of(torch.where(label == NOBODY, rest, label)) == rank)
+    pixels, centers = (label.float() for label in labels)
+    return LossShare(
+        pixels.contiguous(), centers[border:-border, border:-border].contiguous(), regions.height, regions.width
+    )
+
+
+def counts_rest(regions: RankRegions) -> int:
+    """The rank that counts the pixels nobody draws."""
+    return min(regions.order, default=0)
+
+
+def crop_for(regions: RankRegions, rank: int) -> Crop | None:
+    """The rectangle in which `rank` composes; the whole image where it counts pixels that nobody draws."""
+    if rank == counts_rest(regions):
+        drawn = [regions.spans[other] for other in regions.order]
+        if not drawn or not bool((lowest_covering(torch.stack(drawn), regions.width) != NOBODY).all()):
+            return Crop(0, regions.height, 0, regions.width)
+    return bounding(regions.needs[rank])

@@ -1,0 +1,311 @@
+"""One view drawn by all ranks together: project, draw, swap pixels, compose, and bring gradients home.
+
+A flight begins when this rank has drawn its part and its pixels are on their way, and is finished when those of the
+others have arrived; between the two the next view can begin. All ranks begin, finish and settle the same flights in
+the same order, also those they have no part in.
+
+Shapes: R ranks, P partitions, N Gaussians of this rank, M visitors, Q ranks that draw a view, H x W pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from splaxel_ns import cuda
+from splaxel_ns.comm import Pending, World
+from splaxel_ns.exchange import (
+    HALO,
+    Canvas,
+    Crop,
+    RankRegions,
+    Tag,
+    compose_canvas,
+    covered,
+    crop_for,
+    dilated,
+    loss_share,
+    merged,
+    rank_regions,
+    send_pixels,
+    whole,
+)
+from splaxel_ns.partition import PartitionTree
+from splaxel_ns.render import Gaussians, Partitions, RenderOptions, draw_partials, project_view
+from splaxel_ns.saturation import ViewMask
+from splaxel_ns.splat_exchange import (
+    FIELDS,
+    Visitors,
+    concatenated,
+    cut_off,
+    straddlers,
+    strip_of,
+    swap_splats,
+    touching_strips,
+)
+from splaxel_ns.types import ContentBoxes, Exchange, PartialImages, Splats, View, ViewPlan
+from splaxel_ns.visibility import plan_view
+
+
+@dataclass
+class Flight:
+    """A view under way."""
+
+    view: View
+    plan: ViewPlan  # of all partitions
+    regions: RankRegions
+    tag: Tag
+    crop: Crop | None  # in which this rank composes; None: it has no part in the picture
+    options: RenderOptions
+    everything: bool
+    splats: Splats | None = None  # of this rank's Gaussians, with their graph
+    cut: Splats | None = None  # the same, where the pixels' graph ends
+    visitors: Visitors | None = None
+    drawn: Splats | None = None  # what was drawn: `cut` and the visitors
+    own: PartialImages | None = None  # this rank's part of the picture
+    stats: cuda.RasterStats | None = None
+    pending: Pending | None = None
+    streams: dict[int, Tensor] | None = None
+    means2d: Tensor | None = None  # [N, 2], with `grad` and `absgrad` once settled
+
+    def share(self, rank: int) -> cuda.LossShare:
+        """What of the view's loss this rank counts; only for a rank with a crop."""
+        assert self.crop is not None
+        return loss_share(self.regions, rank, self.crop)
+
+
+@dataclass
+class Times:
+    """Seconds of this rank, by what it did, since they were taken last."""
+
+    render: float = 0.0
+    compose: float = 0.0
+    backward: float = 0.0
+
+
+class RankRenderer:
+    """Draws views together with the other ranks.
+
+    Args:
+        world: The ranks.
+        exchange: What they swap.
+        half: Whether pixels travel as float16.
+    """
+
+    def __init__(self, world: World, exchange: Exchange, half: bool = False) -> None:
+        if exchange not in get_args(Exchange):
+            raise ValueError(f"exchange is {exchange!r}; it must be one of {', '.join(get_args(Exchange))}")
+        self.world = world
+        self.exchange = exchange
+        self.half = half
+        self.times = Times()
+        self.active_pixels = 0
+
+    def gather_boxes(self, boxes: ContentBoxes, runs: list[range]) -> ContentBoxes:
+        """The content boxes of all partitions from each rank's own. Every rank calls this at the same moment.
+
+        Raises:
+            LostRank: A peer is gone.
+        """
+        packed = torch.cat([boxes.bounds.flatten(2), boxes.radii[..., None]], dim=-1)  # [P, S, 7]
+        everyone = self.world.gather(packed, "boxes")  # [R, P, S, 7]
+        own = torch.cat([everyone[rank, run.start : run.stop] for rank, run in enumerate(runs)])
+        return replace(boxes, bounds=own[..., :6].unflatten(-1, (2, 3)).contiguous(), radii=own[..., 6].contiguous())
+
+    # A flight
+
+    def begin(
+        self,
+        gaussians: Gaussians,
+        view: View,
+        partitions: Partitions,
+        runs: list[range],
+        options: RenderOptions,
+        tag: Tag,
+        mask: ViewMask | None = None,
+        everything: bool = False,
+    ) -> Flight:
+        """Draw this rank's part of a view and start swapping.
+
+        Args:
+            gaussians: N Gaussians of this rank.
+            view: The camera, the same on all ranks.
+            partitions: Boxes of all partitions, owners of these Gaussians.
+            runs: The partitions of each rank.
+            options: How to draw.
+            tag: Which view this is.
+            mask: Saturated pixels of the ranks.
+            everything: Every rank is to have the whole picture, as for evaluation.
+
+        Raises:
+            LostRank: A peer is gone.
+        """
+        start = perf_counter()
+        flight = self._plan(view, partitions, runs, options, tag, mask, everything)
+        takes_part = self.world.rank in flight.regions.order
+        visits = self.exchange == "gaussian" or options.boundary == "exact"
+        if takes_part or visits:
+            flight.splats = project_view(gaussians, view, options)
+            flight.cut = flight.drawn = cut_off(flight.splats)
+            flight.means2d = flight.cut.means2d
+        means, owner = gaussians.means.detach(), partitions.owner
+        if visits:
+            assert flight.cut is not None
+            waited = self.world.counters.wait_s
+            flight.visitors = swap_splats(self.world, flight.cut, self._wanted(flight, means, partitions, runs), view)
+            start += self.world.counters.wait_s - waited
+            flight.drawn = concatenated(flight.cut, flight.visitors.splats)
+            means = torch.cat([means, flight.visitors.means])
+            first = torch.tensor([run.start for run in runs] if self.exchange != "gaussian" else [0] * self.world.size)
+            owner = torch.cat([owner, first[flight.visitors.source].int()])
+        if takes_part:
+            assert flight.drawn is not None
+            plan, tree = self._to_draw(flight, partitions.tree, runs)
+            if plan.order:
+                partials, flight.stats = draw_partials(flight.drawn, means, owner, view, tree, plan, options)
+                flight.own = merged(partials)
+        self.times.render += perf_counter() - start
+        if self.exchange != "gaussian" or everything:
+            flight.pending, flight.streams = send_pixels(
+                self.world, flight.regions, flight.own, tag, with_depth=everything, half=self.half and not everything
+            )
+        return flight
+
+    def finish(self, flight: Flight, background: Tensor) -> Canvas | None:
+        """Wait for the pixels of the others and compose; None for a rank that has no part in the picture.
+
+        Raises:
+            LostRank: A peer is gone.
+            Disagreement: A peer sent another view.
+        """
+        messages = {} if flight.pending is None else flight.pending.wait()
+        if flight.crop is None:
+            return None
+        start = perf_counter()
+        regions = flight.regions
+        if flight.pending is None:  # strips: what this rank has drawn is all that it needs
+            regions = replace(regions, order=tuple(rank for rank in regions.order if rank == self.world.rank))
+        everything = flight.everything
+        canvas = compose_canvas(
+            self.world,
+            regions,
+            flight.own,
+            messages,
+            flight.streams or {},
+            flight.tag,
+            everything,
+            self.half and not everything,
+            background,
+            flight.crop,
+        )
+        if flight.pending is None and torch.is_grad_enabled():
+            # The rows around the strip are there for the loss; their own gradients are other ranks' business.
+            strip = flight.crop.of(covered(regions.spans[self.world.rank], regions.width))[..., None]
+            canvas = replace(canvas, rgb=torch.where(strip, canvas.rgb, canvas.rgb.detach()))
+        self.times.compose += perf_counter() - start
+        return canvas
+
+    def settle(self, flight: Flight) -> None:
+        """After the loss's backward pass: add the gradients that other ranks found, and carry them to the Gaussians.
+
+        Raises:
+            LostRank: A peer is gone.
+        """
+        if flight.splats is None or flight.cut is None:
+            return
+        start = perf_counter()
+        cut, num = flight.cut, len(flight.cut.depths)
+        grads = {
+            name: torch.zeros_like(getattr(cut, name)) if getattr(cut, name).grad is None else getattr(cut, name).grad
+            for name, _ in FIELDS
+        }
+        absgrad = getattr(flight.drawn.means2d, "absgrad", None) if flight.drawn is not None else None
+        own_absgrad = torch.zeros(num, 2) if absgrad is None else absgrad[:num].clone()
+        if flight.visitors is not None:
+            visiting = None
+            if flight.options.absgrad:
+                visiting = torch.zeros(sum(flight.visitors.counts), 2) if absgrad is None else absgrad[num:]
+            waited = self.world.counters.wait_s
+            for rows, returned in flight.visitors.send_back(self.world, visiting):
+                for (name, size), part in zip(FIELDS, returned[:, :10].split([s for _, s in FIELDS], 1), strict=True):
+                    grads[name].index_add_(0, rows, part.squeeze(1) if size == 1 else part)
+                if flight.options.absgrad:
+                    own_absgrad.index_add_(0, rows, returned[:, 10:])
+            start += self.world.counters.wait_s - waited
+        outputs = [(getattr(flight.splats, name), grads[name]) for name, _ in FIELDS]
+        outputs = [(value, grad) for value, grad in outputs if value.requires_grad]
+        if outputs:
+            torch.autograd.backward([value for value, _ in outputs], [grad for _, grad in outputs])
+        cut.means2d.grad = grads["means2d"]
+        cut.means2d.absgrad = own_absgrad  # type: ignore[attr-defined]
+        self.times.backward += perf_counter() - start
+
+    # Parts of it
+
+    def _plan(
+        self,
+        view: View,
+        partitions: Partitions,
+        runs: list[range],
+        options: RenderOptions,
+        tag: Tag,
+        mask: ViewMask | None,
+        everything: bool,
+    ) -> Flight:
+        rank, size = self.world.rank, self.world.size
+        if self.exchange == "gaussian":
+            strips = torch.zeros(size, view.height, 2, dtype=torch.int32)
+            for other in range(size):
+                first, last = strip_of(other, size, view.height)
+                strips[other, first:last, 1] = view.width
+            order = tuple(other for other in range(size) if bool((strips[other, :, 1] > 0).any()))
+            needs = (
+                whole(view.height, view.width).expand_as(strips) if everything else dilated(strips, HALO, view.width)
+            )
+            regions = RankRegions(order, strips, needs, view.width)
+            plan = ViewPlan((0,), strips[:1])
+        else:
+            plan = plan_view(view, partitions.tree, partitions.boxes, options.near)
+            regions = rank_regions(plan, runs, view.width, None if everything else HALO)
+            if self.exchange == "dense" and not everything:
+                full = whole(view.height, view.width).expand(size, -1, -1)
+                rank_of = {leaf: other for other, run in enumerate(runs) for leaf in run}
+                order = tuple(dict.fromkeys(rank_of[leaf] for leaf in partitions.tree.order(view.cam_center.detach())))
+                regions = RankRegions(order, full, full, view.width)
+        if mask is not None:
+            regions = regions.without(mask)
+        crop = crop_for(regions, rank)
+        return Flight(view, plan, regions, tag, crop, options, everything)
+
+    def _to_draw(self, flight: Flight, tree: PartitionTree, runs: list[range]) -> tuple[ViewPlan, PartitionTree]:
+        """What of the plan falls to this rank."""
+        rank = self.world.rank
+        if self.exchange == "gaussian":
+            spans = flight.regions.spans if flight.everything else flight.regions.needs
+            return ViewPlan((0,), spans[rank : rank + 1].contiguous()), _ONE_BOX
+        run = runs[rank]
+        order = tuple(leaf for leaf in flight.plan.order if leaf in run)
+        saturated = flight.regions.saturated
+        if saturated is not None:
+            saturated = saturated[rank][None].expand(len(order), -1, -1).contiguous()
+        return replace(flight.plan, order=order, saturated=saturated), tree
+
+    def _wanted(self, flight: Flight, means: Tensor, partitions: Partitions, runs: list[range]) -> Tensor:
+        """Which of this rank's splats [N] the others draw too: [R, N] bool."""
+        assert flight.cut is not None
+        if self.exchange == "gaussian":
+            halo = 0 if flight.everything else HALO
+            wanted = touching_strips(flight.cut, self.world.size, flight.view.height, halo)
+        else:
+            wanted = straddlers(flight.cut, means, flight.view, partitions.tree, runs)
+            drawing = [rank in flight.regions.order for rank in range(self.world.size)]
+            wanted &= torch.tensor(drawing)[:, None]
+        wanted[self.world.rank] = False
+        return wanted
+
+
+_ONE_BOX = PartitionTree.build(torch.zeros(0, 3), 1)

@@ -1,0 +1,97 @@
+"""Any number of ranks draws the picture of one process, with its loss and its gradients (design 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import Ranks
+from rank_scenes import NAMES, Task, draw_alone, draw_together
+from torch import Tensor
+
+RankPools = Callable[[int], Ranks]
+
+
+def gathered(parts: list[dict[str, Any]], name: str, like: Tensor) -> Tensor:
+    """What the ranks say of their Gaussians, in the order of one process."""
+    whole = torch.full_like(like, float("nan"))
+    for part in parts:
+        whole[part["mine"]] = part[name]
+    return whole
+
+
+def compare(parts: list[dict[str, Any]], alone: dict[str, Any], image: float, gradient: float) -> None:
+    height, width = alone["rgb"].shape[:2]
+    brightest = float(alone["rgb"].max())
+    for part in parts:
+        if part["rgb"] is not None:
+            crop = part["crop"]
+            x = torch.arange(width)
+            own = (x >= part["spans"][:, :1]) & (x < part["spans"][:, 1:])  # [H, W]
+            rows, columns = slice(crop["top"], crop["bottom"]), slice(crop["left"], crop["right"])
+            difference = (part["rgb"] - alone["rgb"][rows, columns]).abs().amax(dim=-1)
+            assert float(difference.where(own[rows, columns], 0.0).max()) <= image * brightest
+        assert float((part["whole"] - alone["rgb"]).abs().max()) <= image * brightest
+        farthest = max(1.0, float(alone["depth"].max()))
+        assert float((part["whole_depth"] - alone["depth"]).abs().max()) <= image * farthest
+    assert sum(part["loss"] for part in parts) == pytest.approx(alone["loss"], abs=2e-6 + image)
+    for name in (*NAMES, "absgrad"):
+        expected = alone[name]
+        found = gathered(parts, name, expected)
+        bound = gradient * max(float(expected.abs().max()), 1e-12)
+        assert float((found - expected).abs().max()) <= bound, name
+    pose = torch.stack([part["pose"] for part in parts]).sum(dim=0)
+    assert float((pose - alone["pose"]).abs().max()) <= gradient * max(float(alone["pose"].abs().max()), 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["plain", "wide", "huge"])
+@pytest.mark.parametrize("exchange", ["selective", "dense", "gaussian"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_one_model(ranks_of: RankPools, num_ranks: int, exchange: str, kind: str) -> None:
+    """Exact boundaries: image, loss and gradients are those of one process, whatever travels."""
+    task = Task(kind, num_partitions=5, exchange=exchange, masked=kind == "plain")
+    compare(ranks_of(num_ranks).run(draw_together, task), draw_alone(task), image=1e-5, gradient=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_with_the_stop(ranks_of: RankPools, num_ranks: int) -> None:
+    """With the stop on, as far apart as partitions in one process are from one partition (design 2)."""
+    task = Task("plain", num_partitions=4, stop=1e-4)
+    compare(ranks_of(num_ranks).run(draw_together, task), draw_alone(task), image=2e-4, gradient=1e-3)
+
+
+@pytest.mark.parametrize("boundary", ["filter", "none"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_other_boundaries(ranks_of: RankPools, num_ranks: int, boundary: str) -> None:
+    """The approximations depend on the boxes, not on how many ranks share them."""
+    task = Task("wide", num_partitions=4, boundary=boundary)
+    compare(ranks_of(num_ranks).run(draw_together, task), draw_alone(task), image=1e-5, gradient=1e-5)
+
+
+@pytest.mark.parametrize("exchange", ["selective", "gaussian"])
+@pytest.mark.parametrize("side", ["half", "away"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_without_a_part(ranks_of: RankPools, num_ranks: int, side: str, exchange: str) -> None:
+    """Ranks that own nothing or see nothing: nobody hangs, and the background's loss is counted once."""
+    task = Task("plain", num_partitions=4, exchange=exchange, side=side)
+    parts = ranks_of(num_ranks).run(draw_together, task)
+    compare(parts, draw_alone(task), image=1e-5, gradient=1e-5)
+    if side == "half" and exchange == "selective":
+        assert any(len(part["mine"]) == 0 for part in parts)
+
+
+def test_selective_sends_less(ranks_of: RankPools) -> None:
+    """Bytes: selective pixels below dense ones, and both count what they say."""
+    task = Task("plain", num_partitions=4, boundary="filter")
+    sent = {}
+    for exchange in ("selective", "dense"):
+        parts = ranks_of(4).run(draw_together, replace(task, exchange=exchange))
+        sent[exchange] = sum(part["counters"]["bytes_sent"].get("pixels", 0) for part in parts)
+        received = sum(part["counters"]["bytes_received"].get("pixels", 0) for part in parts)
+        assert sent[exchange] == received > 0
+    scene_pixels = 45 * 38
+    assert sent["dense"] == 4 * 3 * (16 * scene_pixels + 16)  # colour and transmittance, and a header, to three others
+    assert sent["selective"] < sent["dense"]
