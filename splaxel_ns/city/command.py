@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -79,7 +80,7 @@ class CityCommand:
     sun_azimuth: float = 235.0
     """Degrees from east to north."""
     workers: int = 0
-    """Processes that photograph; the result is the same for any number. 0: one for each core, fewer if memory is short."""
+    """Processes that photograph; the result is the same for any number. 0: one a core, fewer if memory is short."""
     overwrite: bool = False
     """Replace a city that this command wrote to the same folder before."""
 
@@ -315,7 +316,16 @@ _photographers: list[Photographer] = []  # of a process, filled once
 
 def _start_process(size: float, seed: int, light: Light) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears it and ends the others
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _photographers.append(Photographer(build_city(size, seed), seed, light))
+
+
+def _end_with_parent() -> None:
+    """A process whose parent was killed would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _take_in_process(job: _Job) -> Seeds:
