@@ -62,6 +62,8 @@ class Flight:
     crop: Crop | None  # in which this rank composes; None: it has no part in the picture
     options: RenderOptions
     everything: bool
+    mask: ViewMask | None  # what of it the ranks leave out
+    spans: Tensor  # [R, H, 2] int32, what each rank would draw without the mask
     splats: Splats | None = None  # of this rank's Gaussians, with their graph
     cut: Splats | None = None  # the same, where the pixels' graph ends
     visitors: Visitors | None = None
@@ -276,10 +278,11 @@ class RankRenderer:
                 rank_of = {leaf: other for other, run in enumerate(runs) for leaf in run}
                 order = tuple(dict.fromkeys(rank_of[leaf] for leaf in partitions.tree.order(view.cam_center.detach())))
                 regions = RankRegions(order, full, full, view.width)
+        spans = regions.spans
         if mask is not None:
             regions = regions.without(mask)
         crop = crop_for(regions, rank)
-        return Flight(view, plan, regions, tag, crop, options, everything)
+        return Flight(view, plan, regions, tag, crop, options, everything, mask, spans)
 
     def _to_draw(self, flight: Flight, tree: PartitionTree, runs: list[range]) -> tuple[ViewPlan, PartitionTree]:
         """What of the plan falls to this rank."""
