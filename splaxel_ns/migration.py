@@ -7,6 +7,8 @@ Shapes: R ranks, N Gaussians of this rank before, M after.
 
 from __future__ import annotations
 
+import math
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +42,18 @@ def move_rows(world: World, destination: Tensor, tables: Mapping[str, Tensor]) -
         LostRank: A peer is gone.
     """
     order = sorted(tables)
-    flat = torch.cat([tables[name].detach().reshape(len(destination), -1) for name in order], dim=1)  # [N, F]
+    widths = [math.prod(tables[name].shape[1:]) for name in order]  # reshape cannot find them where there is no row
+    num = len(destination)
+    flat = torch.cat(
+        [tables[name].detach().reshape(num, width) for name, width in zip(order, widths, strict=True)], dim=1
+    )  # [N, F]
     stay = flat[destination == world.rank]
     parts = [flat[destination == rank] if rank != world.rank else flat[:0] for rank in range(world.size)]
     received = world.to_each(parts, "migration")
-    rows = torch.cat([stay, *(part for rank, part in enumerate(received) if rank != world.rank)])
-    widths = [tables[name][:0].reshape(0, -1).shape[1] if tables[name].dim() > 1 else 1 for name in order]
+    held = torch.cat([stay, *(part for rank, part in enumerate(received) if rank != world.rank)])
     return {
-        name: part.reshape(len(rows), *tables[name].shape[1:]).contiguous()
-        for name, part in zip(order, rows.split(widths, dim=1), strict=True)
+        name: part.reshape(len(held), *tables[name].shape[1:]).contiguous()
+        for name, part in zip(order, held.split(widths, dim=1), strict=True)
     }
 
 
