@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -62,10 +63,10 @@ class RankSaturationMasks(SaturationMasks):
 
     Memory per rank: the masks of all views, at most `limit` bytes, and within what they leave of it the rank's own
     decisions since the last snapshot. A view for which one of the ranks, or the merged masks, have no room stays
-    unmasked on all. While ranks swap, their compressed messages come on top.
+    unmasked on all. While ranks swap, their messages come on top, and the new masks beside the old ones.
 
-    Every rank calls `mask_of`, `update_together`, `absent`, `take_snapshot` and `drop` for the same views at the same
-    moments; only `take_snapshot` communicates.
+    Every rank calls `mask_of`, `update_together`, `absent`, `take_snapshot`, `drop` and `state_dict` for the same views
+    at the same moments; only `take_snapshot` and `state_dict` communicate.
 
     Args:
         eps: As for `SaturationMasks`.
@@ -130,28 +131,30 @@ class RankSaturationMasks(SaturationMasks):
             LostRank: A peer is gone.
         """
         messages = self._swap(images)
-        views, changes = sorted(self._visits), [_changes_of(message, self._visits) for message in messages]
-        full = {int(index) for message in messages for index in message["full"].tolist()}
-        for index in views:
+        resumed, self._next = self._next, {}
+        for index, mask in resumed.items():
+            if mask is not None and mask is not self._masks.get(index):
+                self.num_bytes -= mask.num_bytes
+        for index in {*resumed, *self._visits}:
             old = self._masks.pop(index, None)
             self.num_bytes -= 0 if old is None else old.num_bytes
-        for index in views:
-            visit, parts = self._visits.pop(index), [part.get(index, {}) for part in changes]
-            mask = None if index in full else _merged(visit, parts)
+        no_room = any(len(message["full"]) for message in messages)
+        for index, mask in chain(sorted(resumed.items()), self._merge(messages)):
             if mask is not None and self.num_bytes + mask.num_bytes > self.limit:
-                full.add(index)
+                no_room = True
             elif mask is not None:
                 self._masks[index] = mask
                 self.num_bytes += mask.num_bytes
             self._checksum = _checksum(self._masks.get(index), self._checksum)
-        if full:
+        if no_room:
             self._say_full()
+        self._visits = {}
         self._waiting_bytes = 0
         self.version += 1
         self._snapshot_images = images
-        sums = torch.stack([message["counts"] for message in messages]).sum(dim=0).tolist()
-        if sums[0]:
-            self.last_epoch, self.now = PairCounts(*sums), PairCounts()
+        counts = _counts_of(messages)
+        if counts.pairs:
+            self.last_epoch, self.now = counts, PairCounts()
         self._require_same("masks", self._checksum, self.version, len(self._masks), self.num_bytes)
 
     def drop(self) -> None:
@@ -165,12 +168,22 @@ class RankSaturationMasks(SaturationMasks):
         return {"saturation_pruned": counts.pruned_share, "saturation_flip_rate": counts.flip_rate}
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks in force, the same on all ranks.
+        """Tensors and plain values from which `load_state_dict` continues, on any of the ranks.
 
-        What waits for the next snapshot is left out, so that any rank's state serves every rank: a resumed run finds
-        it again when it visits those views next, and draws them by their masks in force until then.
+        Every rank calls this at the same moment: what waits for the next snapshot is swapped and merged for the state,
+        but put in force no earlier than without it.
+
+        Raises:
+            Disagreement: The ranks visited other views.
+            LostRank: A peer is gone.
         """
-        return super().state_dict() | {"now": vars(PairCounts())}
+        messages = self._swap(self._snapshot_images)
+        resumed = self._next
+        self._next = resumed | dict(self._merge(messages))
+        try:
+            return super().state_dict() | {"now": vars(_counts_of(messages))}
+        finally:
+            self._next = resumed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was called. Masks found with another eps or by other ranks are left out.
@@ -179,9 +192,12 @@ class RankSaturationMasks(SaturationMasks):
             KeyError, RuntimeError, TypeError: The state is damaged.
         """
         super().load_state_dict(state)
+        if not self._world.is_main:  # they are the sums of all ranks
+            self.now = PairCounts()
         self._checksum = 0
-        for index in sorted(self._masks):
-            self._checksum = _checksum(self._masks[index], self._checksum)
+        for by_index in (self._masks, self._next):
+            for index in sorted(by_index):
+                self._checksum = _checksum(by_index[index], self._checksum)
 
     # Parts of it
 
@@ -202,6 +218,7 @@ class RankSaturationMasks(SaturationMasks):
         self._waiting_bytes += visit.num_bytes
 
     def _forget_waiting(self, index: int) -> None:
+        super()._forget_waiting(index)  # from a checkpoint
         visit = self._visits.pop(index, None)
         self._waiting_bytes -= 0 if visit is None else visit.num_bytes
 
@@ -231,6 +248,14 @@ class RankSaturationMasks(SaturationMasks):
             torch.load(io.BytesIO(zlib.decompress(part.numpy().data)), weights_only=True)
             for part in self._world.gather_uneven(packed, KIND)
         ]
+
+    def _merge(self, messages: list[dict[str, Tensor]]) -> Iterator[tuple[int, ViewMask | None]]:
+        """The views visited since the last snapshot, ascending, and their masks after what all ranks decided."""
+        changes = [_changes_of(message, self._visits) for message in messages]
+        full = {index for message in messages for index in message["full"].tolist()}
+        for index, visit in sorted(self._visits.items()):
+            parts = [part.get(index, {}) for part in changes]
+            yield index, None if index in full else _merged(visit, parts)
 
     def _require_same(self, what: str, *numbers: int) -> None:
         """All ranks must come with the same numbers.
@@ -324,9 +349,14 @@ def _merged(visit: Visit, parts: list[dict[int, Change]]) -> ViewMask | None:
                 absent.append(rank)
     if not ranks:
         return None
-    bits = torch.stack(all_bits)
-    pose, lens = view.world_to_cam, view.K
-    return ViewMask(pose, lens, view.width, view.height, tuple(ranks), bits, tuple(all_budgets), tuple(absent))
+    bits, size = torch.stack(all_bits), (view.width, view.height)
+    mask = ViewMask(view.world_to_cam, view.K, *size, tuple(ranks), bits, tuple(all_budgets), tuple(absent))
+    return base if mask.says_the_same(base) else mask  # no second copy
+
+
+def _counts_of(messages: list[dict[str, Tensor]]) -> PairCounts:
+    """The pairs of all ranks."""
+    return PairCounts(*torch.stack([message["counts"] for message in messages]).sum(dim=0).tolist())
 
 
 def _turned(bits: Tensor, budgets: Tensor, changes: list[Change], width: int) -> tuple[Tensor, Tensor]:
