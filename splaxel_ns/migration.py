@@ -8,7 +8,6 @@ Shapes: R ranks, N Gaussians of this rank before, M after.
 from __future__ import annotations
 
 import math
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
