@@ -24,13 +24,13 @@ from torch import Tensor
 
 from splaxel_ns import comm
 from splaxel_ns.agreement import Agreed, LiveView, agree
-from splaxel_ns.checkpoint import checkpoint_steps, remove_others, restore_generators, write_checkpoint
+from splaxel_ns.checkpoint import checkpoint_steps, remove_others, restore_generators
 from splaxel_ns.event_files import EventFiles
 from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import GAUSSIANS, BatchOptimizers
 from splaxel_ns.pipeline import SplaxelPipeline, SplaxelPipelineConfig
 from splaxel_ns.progress import ProgressLine, has_terminal
-from splaxel_ns.resume import find_checkpoint, load_model, load_run_state, run_state
+from splaxel_ns.resume import find_checkpoint, load_model, load_run_state, save_run
 from splaxel_ns.run_lock import RunLock
 from splaxel_ns.trainer_checks import check_run
 
@@ -178,7 +178,7 @@ class SplaxelTrainer(Trainer):
         raise SystemExit(EXIT_LOST) from None
 
     def _set_up(self, test_mode: Literal["test", "val", "inference"]) -> None:
-        path, loaded = find_checkpoint(self.config) or (None, None)
+        path, loaded = find_checkpoint(self.config, self.world) or (None, None)
         if loaded is not None and loaded["step"] + 1 >= self.config.max_num_iterations:
             self._complete = True
             self.step = loaded["step"]
@@ -420,9 +420,9 @@ class SplaxelTrainer(Trainer):
             return
         try:
             with self._signals.deferred():
-                path = write_checkpoint(self.checkpoint_dir, step, run_state(step, self.pipeline, self.optimizers))
+                path = save_run(self.world, self.checkpoint_dir, step, self.pipeline, self.optimizers)
                 self._saved_step = step
-                if self.config.save_only_latest_checkpoint:
+                if self.config.save_only_latest_checkpoint and self.world.is_main:
                     remove_others(self.checkpoint_dir, keep=path)
         except OSError as error:
             CONSOLE.print(
