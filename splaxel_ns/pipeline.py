@@ -23,7 +23,8 @@ from torch.cuda.amp.grad_scaler import GradScaler
 
 from splaxel_ns.checkpoint import MAX_STEP, read_verified_before, verify_for_evaluation
 from splaxel_ns.cuda import _backend
-from splaxel_ns.shards import GAUSSIANS, read_rows
+from splaxel_ns.gaussian_rows import GAUSSIANS
+from splaxel_ns.shards import read_rows
 from splaxel_ns.viewer_panel import PartitionPanel
 
 if TYPE_CHECKING:

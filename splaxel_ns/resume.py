@@ -171,12 +171,16 @@ def load_model(loaded: dict[str, Any], pipeline: SplaxelPipeline) -> None:
             f"The checkpoint was trained with batches of {loaded['batch_size']}, this run has {batch_size}; schedules "
             f"count images: continue with --pipeline.datamanager.batch-size {loaded['batch_size']}."
         )
-    loaded |= shards.own_state(loaded, pipeline.model)
+    try:
+        loaded |= shards.own_state(loaded, pipeline.model)
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"The checkpoint is damaged: it lacks {error}, or it is of another kind.") from error
     loaded.pop("shards", None)
     pipeline.load_pipeline(loaded["pipeline"], loaded["step"])
     if getattr(pipeline.model, "is_shared", False):
         pipeline.model.changed()
         pipeline.model.count()
+        assert len(pipeline.model.runs) == pipeline.model.world.size  # raises where boxes are fewer
 
 
 def load_run_state(

@@ -102,6 +102,11 @@ def _is_table(name: Any, table: Any) -> bool:
     return fine and isinstance(table.get("dtype"), str) and isinstance(dtype_of(table), torch.dtype)
 
 
+def described(table: Tensor) -> dict[str, Any]:
+    """What the manifest says of a table."""
+    return {"dtype": str(table.dtype).removeprefix("torch."), "row": list(table.shape[1:])}
+
+
 def dtype_of(table: Mapping[str, Any]) -> torch.dtype:
     """The type of a table of the manifest."""
     return getattr(torch, table["dtype"], None)  # type: ignore[return-value]

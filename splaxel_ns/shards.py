@@ -14,7 +14,6 @@ Shapes: R ranks, T tables, N Gaussians of this rank.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import secrets
 import shutil
@@ -43,12 +42,14 @@ from torch.distributed.checkpoint.planner import (
 
 from splaxel_ns.checkpoint import checkpoint_steps, failed_writes, sync_folder, write_checkpoint
 from splaxel_ns.comm import World
+from splaxel_ns.gaussian_rows import GAUSSIANS, agree_on_tables, join_rows, split_rows
 from splaxel_ns.migration import move_rows
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.shard_files import (
     METADATA,
     check_manifest,
     checksum,
+    described,
     dtype_of,
     free_name,
     remove_unused,
@@ -58,70 +59,6 @@ from splaxel_ns.shard_files import (
 
 if TYPE_CHECKING:
     from splaxel_ns.distributed import DistributedGaussians
-
-GAUSSIANS = "_model.gauss_params."
-"""How the names of the Gaussians' parameters begin in a checkpoint's entry `pipeline`."""
-MOMENT = "optimizers."
-STATISTIC = "strategy."
-
-
-# What belongs to single Gaussians
-
-
-def split_rows(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take what belongs to single Gaussians out of a run's state.
-
-    Args:
-        state: As of `resume.run_state`; not changed.
-
-    Returns:
-        The rest, and the tables [N, ...] by name: parameters, moments, statistics.
-    """
-    pipeline = {name: value for name, value in state["pipeline"].items() if not name.startswith(GAUSSIANS)}
-    tables = {name: value for name, value in state["pipeline"].items() if name.startswith(GAUSSIANS)}
-    num = len(tables[f"{GAUSSIANS}means"])
-    optimizers = dict(state["optimizers"])
-    for name, parameter in list(tables.items()):
-        group = name.removeprefix(GAUSSIANS)
-        if group not in optimizers:
-            continue
-        kept: dict[str, Any] = {}
-        for entry, value in optimizers[group]["state"].get(0, {}).items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                tables[f"{MOMENT}{group}.{entry}"] = value
-            else:
-                kept[entry] = value
-        optimizers[group] = optimizers[group] | {"state": {0: kept} if kept else {}}
-    model = dict(state["model"])
-    statistics = dict(model.get("strategy", {}))
-    for name, value in list(statistics.items()):
-        if isinstance(value, Tensor) and value.dim() and len(value) == num:
-            tables[f"{STATISTIC}{name}"] = statistics.pop(name)
-    rest = {**state, "pipeline": pipeline, "optimizers": optimizers, "model": model | {"strategy": statistics}}
-    return rest, {name: tables[name].detach() for name in sorted(tables)}
-
-
-def join_rows(rest: Mapping[str, Any], tables: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A run's state with these Gaussians: the reverse of `split_rows`, for other rows too.
-
-    Raises:
-        ValueError: A table belongs to nothing in the state.
-    """
-    state = {**rest, "pipeline": dict(rest["pipeline"]), "optimizers": dict(rest["optimizers"])}
-    state["model"] = rest["model"] | {"strategy": dict(rest["model"].get("strategy", {}))}
-    for name, value in tables.items():
-        group, _, entry = name.removeprefix(MOMENT).rpartition(".")
-        if name.startswith(GAUSSIANS):
-            state["pipeline"][name] = value
-        elif name.startswith(STATISTIC):
-            state["model"]["strategy"][name.removeprefix(STATISTIC)] = value
-        elif name.startswith(MOMENT) and group in state["optimizers"]:
-            optimizer = state["optimizers"][group]
-            kept = optimizer["state"].get(0, {}) | {entry: value}
-            state["optimizers"][group] = optimizer | {"state": {0: kept}}
-        else:
-            raise ValueError(f"The checkpoint's table {name!r} belongs to nothing in it: it is damaged")
-    return state
 
 
 # Writing
@@ -147,7 +84,8 @@ def write_sharded(world: World, directory: Path, step: int, state: Mapping[str, 
         LostRank: A peer is gone.
     """
     rest, tables = split_rows(state)
-    rest, tables, layout = _agree_on_tables(world, rest, tables)
+    rest, tables, counts = agree_on_tables(world, rest, tables)
+    layout = _Layout(counts, {name: described(value) for name, value in tables.items()})
     folder, name = _make_folder(world, directory, step)
     try:
         written = _together(world, lambda: _write_shard(folder, world.rank, layout, tables))
@@ -216,50 +154,6 @@ class _Rows(DefaultSavePlanner):
         return self._tables[write_item.index.fqn].contiguous()
 
 
-def _agree_on_tables(
-    world: World, rest: dict[str, Any], tables: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor], _Layout]:
-    """Give every rank the same tables, zeros where a rank that saw nothing yet has none, and say who has how many rows.
-
-    Adam's count of steps is that of the job: the rest gets the highest.
-    """
-    num = len(tables[f"{GAUSSIANS}means"])
-    own = {
-        "num": num,
-        "tables": {
-            name: {"dtype": str(value.dtype).removeprefix("torch."), "row": list(value.shape[1:])}
-            for name, value in tables.items()
-        },
-        "steps": {
-            name: float(optimizer["state"][0]["step"])
-            for name, optimizer in rest["optimizers"].items()
-            if f"{GAUSSIANS}{name}" in tables and "step" in optimizer["state"].get(0, {})
-        },
-    }
-    said = [json.loads(text) for text in _texts(world, json.dumps(own))]
-    agreed: dict[str, dict[str, Any]] = {}
-    steps: dict[str, float] = {}
-    for one in said:
-        for name, table in one["tables"].items():
-            assert agreed.setdefault(name, table) == table, f"Ranks hold {name} of different kinds"
-        for name, step in one["steps"].items():
-            steps[name] = max(step, steps.get(name, 0.0))
-    optimizers = dict(rest["optimizers"])
-    for name, step in steps.items():
-        kept = optimizers[name]["state"].get(0, {}) | {"step": torch.tensor(step)}
-        optimizers[name] = optimizers[name] | {"state": {0: kept}}
-    agreed = {name: agreed[name] for name in sorted(agreed)}
-    full = {
-        name: tables[name] if name in tables else torch.zeros(num, *table["row"], dtype=dtype_of(table))
-        for name, table in agreed.items()
-    }
-    statistics = {
-        name: value for name, value in rest["model"]["strategy"].items() if f"{STATISTIC}{name}" not in agreed
-    }
-    rest = rest | {"optimizers": optimizers, "model": rest["model"] | {"strategy": statistics}}
-    return rest, full, _Layout([one["num"] for one in said], agreed)
-
-
 def _make_folder(world: World, directory: Path, step: int) -> tuple[Path, str]:
     """An empty temporary folder that all ranks see, and the name it will have.
 
@@ -281,7 +175,7 @@ def _make_folder(world: World, directory: Path, step: int) -> tuple[Path, str]:
         except OSError as failure:
             error = _said(failure)
     _raise(world.failures(error))
-    place, name = world.text_from_main(name).split("\n")
+    place, _, name = world.text_from_main(name).rpartition("\n")
     folder = Path(place)
     # The random part of its name makes sure that it is rank 0's and no other machine's.
     failures = world.failures(
@@ -339,10 +233,19 @@ def _commit(folder: Path, directory: Path, step: int, rest: dict[str, Any], mani
         sync_folder(root)
         path = write_checkpoint(directory, step, rest | {"shards": manifest})
     except BaseException:
-        shutil.rmtree(final, ignore_errors=True)
+        if not _is_committed(directory / f"step-{step:09d}.ckpt", final.name):
+            shutil.rmtree(final, ignore_errors=True)
         raise
     remove_unused(directory, checkpoint_steps(directory), keep=manifest["folder"])
     return path
+
+
+def _is_committed(path: Path, name: str) -> bool:
+    """Whether a .ckpt lists the shards in the folder of this name: what came after its rename may have failed too."""
+    try:
+        return torch.load(path, weights_only=True)["shards"]["folder"] == name
+    except Exception:  # another one's, of an earlier save, or none
+        return False
 
 
 def _write_metadata(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -416,10 +319,11 @@ def read_rows(manifest: Mapping[str, Any], part: tuple[int, int] = (0, 1), prefi
         ValueError: A shard cannot be read.
     """
     ranks = range(part[0], len(manifest["counts"]), part[1])
-    planner = _IntoRows(manifest, ranks, [name for name in manifest["tables"] if name.startswith(prefix)])
+    names = [name for name in manifest["tables"] if name.startswith(prefix)]
     reader = FileSystemReader(manifest["path"])
-    reader.set_up_storage_reader(Metadata({}, storage_data=_places(manifest)), is_coordinator=False)
     try:
+        planner = _IntoRows(manifest, ranks, names)
+        reader.set_up_storage_reader(Metadata({}, storage_data=_places(manifest)), is_coordinator=False)
         reader.read_data(planner.create_local_plan(), planner).wait()
     except Exception as error:  # foreign bytes can raise nearly anything
         raise ValueError(
@@ -469,13 +373,14 @@ def own_state(content: dict[str, Any], model: DistributedGaussians) -> dict[str,
     else:
         rest, tables = split_rows(content)
         tables = {name: value.tensor_split(world.size)[world.rank] for name, value in tables.items()}
-        rest = copy.deepcopy(rest)  # what stays must not hang on the file
     failures = world.failures(error)
     if failures:
         raise ValueError("; ".join(failures) if world.size > 1 else error)
+    if world.size > 1:
+        rest = copy.deepcopy(rest)  # what stays must not hang on the file, which another rank may delete
     if world.size > 1 and (manifest is None or len(manifest["counts"]) != world.size):
         names = ("axis", "threshold", "children")
-        model.take_tree(PartitionTree.from_state_dict({n: rest["pipeline"][f"_model.tree_{n}"] for n in names}))
+        model.take_tree(PartitionTree.from_state_dict({n: rest["pipeline"].get(f"_model.tree_{n}") for n in names}))
         tables = move_rows(world, _owners(model, tables[f"{GAUSSIANS}means"]), tables)
     return join_rows(rest, tables)
 
@@ -514,9 +419,3 @@ def _raise(failures: list[str]) -> None:
 
 def _said(error: OSError) -> str:
     return str(error) or type(error).__name__
-
-
-def _texts(world: World, text: str) -> list[str]:
-    """Everybody's string."""
-    own = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    return [bytes(part.tolist()).decode() for part in world.gather_uneven(own, "agreement")]

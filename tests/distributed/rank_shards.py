@@ -16,9 +16,10 @@ from torch import Tensor
 
 from splaxel_ns import comm, shards
 from splaxel_ns.checkpoint import generator_states
+from splaxel_ns.gaussian_rows import GAUSSIANS, join_rows, split_rows
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.resume import load_newest
-from splaxel_ns.shards import GAUSSIANS, join_rows, own_state, split_rows, write_sharded
+from splaxel_ns.shards import own_state, write_sharded
 
 NUM = 503
 SCENE = Path(__file__).parents[1] / "data" / "matrixcity_caliterra" / "small_city" / "aerial"
