@@ -43,7 +43,7 @@ def look(position: np.ndarray, heading: float, pitch: float) -> np.ndarray:  # [
 
 def num_test(count: int, share: float) -> int:
     """How many of `count` photographs are for testing."""
-    return 0 if share == 0 else min(max(1, round(count * share)), count - 1)
+    return 0 if share == 0 or count == 0 else min(max(1, round(count * share)), count - 1)
 
 
 def aerial_shots(city: City, count: int, share: float, fov: float, height: float | None, seed: int) -> list[Shot]:
