@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 import torch
-from test_model import batch, make_cameras, make_model, one_camera
+from test_model import batch, make_cameras, make_model, one_camera, train_view
 from torch import Tensor
 
 from splaxel_ns import comm
@@ -70,7 +70,8 @@ def epoch(model: SplaxelModel, in_flight: int = 2) -> dict[str, Any]:
     model.world.take_counters()
     pictures: list[Any] = []
     started = []
-    seen = {"splats": 0, "takes_part": [], "decided": []}
+    model.gauss_params.zero_grad()
+    seen: dict[str, Any] = {"takes_part": [], "decided": [], "losses": []}
 
     def land() -> None:
         camera, flight = started.pop(0)
@@ -79,11 +80,12 @@ def epoch(model: SplaxelModel, in_flight: int = 2) -> dict[str, Any]:
             crop = outputs["crop"]
             pictures.append((vars(crop), outputs["rgb"].detach(), flight.regions.needs[model.world.rank]))
             terms = model.get_loss_dict(outputs, batch())
-            total = torch.stack(list(terms.values())).sum()
-            if total.requires_grad:
-                total.backward()
+            if terms["main_loss"].requires_grad:
+                terms["main_loss"].backward()
+            seen["losses"].append(float(terms["main_loss"].detach()))
         else:
             pictures.append(None)
+            seen["losses"].append(0.0)
         seen["takes_part"].append(flight.own is not None)
         seen["decided"].append(decided_by(model.world.rank, flight.regions, flight.spans))
         model.after_backward(camera)
@@ -96,7 +98,7 @@ def epoch(model: SplaxelModel, in_flight: int = 2) -> dict[str, Any]:
     while started:
         land()
     pixels = model.world.take_counters().bytes_sent.get("pixels", 0)
-    return {"pictures": pictures, "bytes": pixels} | seen
+    return {"pictures": pictures, "bytes": pixels, "gradients": gradients_of(model)} | seen
 
 
 def whole(model: SplaxelModel) -> list[Tensor]:
@@ -123,7 +125,14 @@ def story(num_partitions: int, front_side: float) -> list[dict[str, Any]]:
 
 
 def epoch_alone(model: SplaxelModel) -> dict[str, Any]:
-    return {"pictures": [model.get_outputs(one_camera(index))["rgb"].detach() for index in range(NUM_VIEWS)]}
+    model.gauss_params.zero_grad()
+    losses = [float(train_view(model, batch(), one_camera(index))["main_loss"].detach()) for index in range(NUM_VIEWS)]
+    return {"losses": losses, "gradients": gradients_of(model), "owner": model.tree.locate(model.means.detach())}
+
+
+def gradients_of(model: SplaxelModel) -> dict[str, Tensor]:
+    params = model.gauss_params.items()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params}
 
 
 def masked_model(**options: Any) -> SplaxelModel:

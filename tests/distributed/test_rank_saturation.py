@@ -48,7 +48,7 @@ def error_of(chapter: dict[str, Any]) -> float:
     ("num_ranks", "num_partitions", "front_side"), [(2, 2, SMALL), (2, 2, LARGE), (4, 4, SMALL), (4, 4, LARGE)]
 )
 def test_the_masks_of_one_process(ranks_of: RankPools, num_ranks: int, num_partitions: int, front_side: float) -> None:
-    """Bits, budgets, counts and participants are those of one process with a partition for each rank."""
+    """Bits, budgets, counts, participants, loss and gradients are those of one process with a partition per rank."""
     stories = ranks_of(num_ranks).run(rank_walls.story, num_partitions, front_side)
     alone = rank_walls.story(num_partitions, front_side)
     for number, expected in enumerate(alone):
@@ -61,7 +61,15 @@ def test_the_masks_of_one_process(ranks_of: RankPools, num_ranks: int, num_parti
             assert chapter["metrics"] == chapters[0]["metrics"]
             if number < 3:  # later some views still go by masks from before the wall became clear
                 assert error_of(chapter) < 3 * EPS
+        for name, gradient in expected["gradients"].items():
+            # Round Gaussians have none in their rotations but rounding errors.
+            bound = max(1e-4 * float(gradient.abs().max()), 1e-9)
+            for rank, chapter in enumerate(chapters):
+                difference = (chapter["gradients"][name] - gradient[expected["owner"] == rank]).abs()
+                assert float(difference.max()) <= bound, (number, name)
         for view in range(NUM_VIEWS):
+            losses = [chapter["losses"][view] for chapter in chapters]
+            assert sum(losses) == pytest.approx(expected["losses"][view], abs=1e-5)
             assert torch.stack([chapter["decided"][view] for chapter in chapters]).sum(dim=0).eq(1).all()
 
 
