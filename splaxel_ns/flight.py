@@ -87,6 +87,10 @@ class Times:
     render: float = 0.0
     compose: float = 0.0
     backward: float = 0.0
+    active_pixels: int = 0
+    """Pixels of the regions that this rank drew."""
+    views: int = 0
+    """Views that it drew a part of."""
 
 
 class RankRenderer:
@@ -105,7 +109,17 @@ class RankRenderer:
         self.exchange = exchange
         self.half = half
         self.times = Times()
-        self.active_pixels = 0
+
+    def take_numbers(self) -> dict[str, float]:
+        """`times` since the last call, by name."""
+        taken, self.times = self.times, Times()
+        return {
+            "render_s": taken.render,
+            "compose_s": taken.compose,
+            "backward_s": taken.backward,
+            "active_pixels": taken.active_pixels,
+            "participants": taken.views,
+        }
 
     def gather_boxes(self, boxes: ContentBoxes, runs: list[range]) -> ContentBoxes:
         """The content boxes of all partitions from each rank's own. Every rank calls this at the same moment.
@@ -170,6 +184,9 @@ class RankRenderer:
             if plan.order:
                 partials, flight.stats = draw_partials(flight.drawn, means, owner, view, tree, plan, options)
                 flight.own = merged(partials)
+            spans = flight.regions.spans[self.world.rank]
+            self.times.active_pixels += int((spans[:, 1] - spans[:, 0]).sum())
+            self.times.views += 1
         self.times.render += perf_counter() - start
         if self.exchange != "gaussian" or everything:
             flight.pending, flight.streams = send_pixels(

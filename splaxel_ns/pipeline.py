@@ -25,6 +25,7 @@ from splaxel_ns.checkpoint import MAX_STEP, read_verified_before, verify_for_eva
 from splaxel_ns.cuda import _backend
 from splaxel_ns.gaussian_rows import GAUSSIANS
 from splaxel_ns.shards import read_rows
+from splaxel_ns.stats import StepStats
 from splaxel_ns.viewer_panel import PartitionPanel
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class SplaxelPipelineConfig(VanillaPipelineConfig):
     """Configuration of `SplaxelPipeline`."""
 
     _target: type = field(default_factory=lambda: SplaxelPipeline)
+    stats_file: Path | None = None
+    """JSON lines about every step and rank: bytes by kind, messages, times, pixels. They are appended."""
 
     # Not a field: no option, and no part of config.yml.
     _to_be_loaded = None
@@ -115,6 +118,7 @@ class SplaxelPipeline(VanillaPipeline):
         self.model.set_training_views(self.datamanager.train_dataset.cameras, self.datamanager.config.batch_size)
         self.model.keep_own_share()
         self.partitions = PartitionPanel(self.model)
+        self.stats = StepStats(self.model, config.stats_file)
         self._protocol_printed = False
 
     @property

@@ -303,6 +303,7 @@ class SplaxelTrainer(Trainer):
             self._after_train()
         finally:
             self._live_view.close()
+            self.pipeline.stats.close()
             if self._events is not None:
                 self._events.close()
             self._close_viewer()
@@ -390,9 +391,15 @@ class SplaxelTrainer(Trainer):
         if self.config.log_gradients:
             metrics_dict |= self._gradient_norms()
         self._between_steps = False
+        start = time.perf_counter()
         self.optimizers.optimizer_step_all()
         self.optimizers.scheduler_step_all(step)
+        optimizer_s = time.perf_counter() - start
         self.pipeline.model.refine(step)
+        if self.world.size > 1 or self.config.pipeline.stats_file is not None:
+            utilisation = self.pipeline.datamanager.utilisation(self.pipeline.model.tree.num_partitions)
+            numbers = self.pipeline.stats.finish_step(step, {"optimizer_s": optimizer_s}, utilisation)
+            metrics_dict |= {f"rank 0/{name}": torch.tensor(value) for name, value in numbers.items()}
         return loss, loss_dict, metrics_dict
 
     def _gradient_norms(self) -> dict[str, Tensor]:
@@ -461,6 +468,9 @@ class SplaxelTrainer(Trainer):
         CONSOLE.print(f"{self.step + 1} steps are done. Configuration: {self.base_dir / 'config.yml'}", markup=False)
         CONSOLE.print(f"Checkpoints: {self.checkpoint_dir}", markup=False)
         self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
+        summary = self.pipeline.stats.summary()
+        if summary is not None:
+            CONSOLE.print(summary)
         if self._events is not None:
             self._events.write(flush=True)
         watched = self.viewer_state is not None and has_terminal() and self._signals.received is None
