@@ -287,9 +287,7 @@ def decided_by(rank: int, regions: RankRegions, spans: Tensor) -> Tensor:
     rest = torch.ones(height, width, dtype=torch.bool)
     mine = torch.zeros(height, width, dtype=torch.bool)
     for other in sorted(regions.order):
-        draws = covered(regions.spans[other], width) & rest
-        if regions.saturated is not None:
-            draws &= ~unpack_bits(regions.saturated[other], width)
+        draws = regions.drawn_by(other) & rest
         if other == rank:
             mine |= draws
         rest &= ~draws

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from splaxel_ns import comm
 from splaxel_ns.checkpoint import plain
+from splaxel_ns.cuda.saturation import unpack_bits
+from splaxel_ns.exchange import RankRegions, covered
 from splaxel_ns.model import SplaxelModel
 from splaxel_ns.rank_saturation import RankSaturationMasks, decided_by
 from splaxel_ns.saturation import SaturationMasks, ViewMask
@@ -78,7 +80,7 @@ def epoch(model: SplaxelModel, in_flight: int = 2) -> dict[str, Any]:
         outputs = model.finish(camera, flight)
         if outputs:
             crop = outputs["crop"]
-            pictures.append((vars(crop), outputs["rgb"].detach(), flight.regions.needs[model.world.rank]))
+            pictures.append((vars(crop), outputs["rgb"].detach(), needed_by(model.world.rank, flight.regions)))
             terms = model.get_loss_dict(outputs, batch())
             if terms["main_loss"].requires_grad:
                 terms["main_loss"].backward()
@@ -99,6 +101,12 @@ def epoch(model: SplaxelModel, in_flight: int = 2) -> dict[str, Any]:
         land()
     pixels = model.world.take_counters().bytes_sent.get("pixels", 0)
     return {"pictures": pictures, "bytes": pixels, "gradients": gradients_of(model)} | seen
+
+
+def needed_by(rank: int, regions: RankRegions) -> Tensor:
+    """[H, W] bool."""
+    needed = covered(regions.needs[rank], regions.width)
+    return needed if regions.needed is None else needed & unpack_bits(regions.needed[rank], regions.width)
 
 
 def whole(model: SplaxelModel) -> list[Tensor]:

@@ -13,7 +13,9 @@ from rank_pool import Ranks
 from rank_walls import LARGE, NUM_VIEWS, SMALL
 from torch import Tensor
 
-from splaxel_ns.saturation import SaturationMasks
+from splaxel_ns.cuda.saturation import pack_bits, unpack_bits
+from splaxel_ns.exchange import HALO, RankRegions, covered, crop_for, dilated, grown, loss_share, whole
+from splaxel_ns.saturation import SaturationMasks, ViewMask
 
 RankPools = Callable[[int], Ranks]
 EPS = 1e-4
@@ -33,15 +35,59 @@ def same(a: Any, b: Any) -> bool:
 def error_of(chapter: dict[str, Any]) -> float:
     """How far a rank's training pictures are from those without masks, where it needs them."""
     worst = 0.0
-    for picture, whole in zip(chapter["pictures"], chapter["whole"], strict=True):
+    for picture, unmasked in zip(chapter["pictures"], chapter["whole"], strict=True):
         if picture is not None:
-            crop, rgb, needs = picture
-            x = torch.arange(whole.shape[1])
-            needed = (x >= needs[:, :1]) & (x < needs[:, 1:])
+            crop, rgb, needed = picture
             rows, columns = slice(crop["top"], crop["bottom"]), slice(crop["left"], crop["right"])
-            difference = (rgb - whole[rows, columns]).abs().amax(dim=-1)
+            difference = (rgb - unmasked[rows, columns]).abs().amax(dim=-1)
             worst = max(worst, float(difference.where(needed[rows, columns], 0.0).max()))
     return worst
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 9), (27, 55), (40, 64)])
+def test_grown_pixels(height: int, width: int) -> None:
+    """Squares around pixels, in bits, are those of max pooling, also at the border."""
+    for seed in range(20):
+        pixels = torch.rand(height, width, generator=torch.Generator().manual_seed(seed)) < 0.02
+        for reach in (1, 5, 10, 20):
+            pooled = torch.nn.functional.max_pool2d(pixels[None, None].float(), 2 * reach + 1, 1, reach)[0, 0]
+            assert torch.equal(unpack_bits(grown(pack_bits(pixels), reach), width), pooled > 0)
+
+
+def test_what_a_rank_needs_around_what_it_still_draws() -> None:
+    """Far from it nothing is sent to it, and nothing of the loss is its own to count."""
+    height, width = 36, 90
+    spans = whole(height, width).expand(3, -1, -1).clone()
+    spans[2, :, 1] = 70
+    hidden = torch.zeros(2, height, width, dtype=torch.bool)
+    hidden[0, :, 15:75] = True  # of rank 0, which draws on both sides of it
+    hidden[1, :20] = True
+    budgets = tuple(torch.zeros(int(part.sum()), dtype=torch.uint8) for part in hidden)
+    mask = ViewMask(torch.eye(4), torch.eye(3), width, height, (0, 1), pack_bits(hidden), budgets, ())
+    regions = RankRegions((2, 1, 0), spans, dilated(spans, HALO, width), width).without(mask)
+
+    sent = torch.zeros(height * width, dtype=torch.bool)
+    sent[regions.stream(2, 0)] = True
+    expected = torch.zeros(height, width, dtype=torch.bool)
+    expected[:, : 15 + HALO], expected[:, 75 - HALO : 70] = True, True
+    assert torch.equal(sent.view(height, width), expected)
+    assert len(regions.stream(0, 1)) == 30 * (height - 20 + HALO)
+
+    pixels, windows = torch.zeros(height, width), torch.zeros(height - 10, width - 10)
+    for rank in range(3):
+        crop = crop_for(regions, rank)
+        assert crop is not None
+        share = loss_share(regions, rank, crop)
+        assert regions.needed is not None
+        needed = unpack_bits(regions.needed[rank], width) & covered(regions.needs[rank], width)
+        counted = torch.zeros(height, width, dtype=torch.bool)
+        crop.of(counted).copy_(share.pixels > 0)
+        for y, x in share.windows.nonzero().tolist():
+            counted[crop.top + y : crop.top + y + 11, crop.left + x : crop.left + x + 11] = True
+            windows[crop.top + y, crop.left + x] += 1
+        assert not bool((counted & ~needed).any())
+        crop.of(pixels).add_(share.pixels)
+    assert bool((pixels == 1).all()) and bool((windows == 1).all())
 
 
 @pytest.mark.parametrize(
