@@ -317,8 +317,7 @@ Pairs count_pairs(
 }
 
 void list_pairs(
-    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, int32_t* pair_records,
-    int32_t* item_pairs) {
+    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, Pair* list) {
   const int64_t jobs = args.num_jobs();
   for_chunks(pairs.chunks, [&](int chunk) {
     const Chunk part(items.count, chunk, pairs.chunks);
@@ -328,9 +327,7 @@ void list_pairs(
       const Item& item = items.list[order[at]];
       int32_t slot = item.pairs;
       for_jobs(args, pairs.job_renders.get(), item, [&](int64_t job) {
-        const int32_t pair = next[job]++;
-        pair_records[pair] = static_cast<int32_t>(order[at]);
-        item_pairs[slot++] = pair;
+        list[next[job]++] = {static_cast<int32_t>(order[at]), slot++};
       });
     }
   });

@@ -43,7 +43,7 @@ struct Vec {
     const __m512 xy = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
     const __m512 zz = _mm512_add_ps(_mm512_shuffle_f32x4(z, z, 0x44), _mm512_shuffle_f32x4(z, z, 0xee));
     const __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(xy, zz, 0x88), _mm512_shuffle_f32x4(xy, zz, 0xdd));
-    _mm512_store_ps(row, all);
+    _mm512_stream_ps(row, all);
   }
 
   SPLAXEL_INLINE static __m512 quads(const Vec* s) {
@@ -63,15 +63,13 @@ SPLAXEL_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
 SPLAXEL_INLINE Vec abs(Vec a) { return _mm512_abs_ps(a.v); }
 SPLAXEL_INLINE LaneMask ge(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ)}; }
 SPLAXEL_INLINE LaneMask lt(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
-SPLAXEL_INLINE LaneMask ge_where(LaneMask w, Vec a, Vec b) {
-  return {_mm512_mask_cmp_ps_mask(w.m, a.v, b.v, _CMP_GE_OQ)};
-}
 SPLAXEL_INLINE LaneMask gt_where(LaneMask w, Vec a, Vec b) {
   return {_mm512_mask_cmp_ps_mask(w.m, a.v, b.v, _CMP_GT_OQ)};
 }
 SPLAXEL_INLINE uint32_t bits(LaneMask m) { return m.m; }
 SPLAXEL_INLINE bool any(LaneMask m) { return m.m != 0; }
 SPLAXEL_INLINE Vec keep(LaneMask m, Vec a) { return _mm512_maskz_mov_ps(m.m, a.v); }
+SPLAXEL_INLINE Vec fnma_where(LaneMask m, Vec a, Vec b, Vec c) { return _mm512_mask3_fnmadd_ps(a.v, b.v, c.v, m.m); }
 
 SPLAXEL_INLINE Vec exp2(Vec x) {
   const __m512 whole = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
