@@ -43,7 +43,7 @@ struct Vec {
     const __m512 xy = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
     const __m512 zz = _mm512_add_ps(_mm512_shuffle_f32x4(z, z, 0x44), _mm512_shuffle_f32x4(z, z, 0xee));
     const __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(xy, zz, 0x88), _mm512_shuffle_f32x4(xy, zz, 0xdd));
-    _mm512_stream_ps(row, all);
+    _mm512_store_ps(row, all);
   }
 
   SPLAXEL_INLINE static __m512 quads(const Vec* s) {

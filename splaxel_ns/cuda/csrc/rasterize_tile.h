@@ -270,6 +270,7 @@ uint32_t replay(
     std::copy(args.pair_masks + begin, args.pair_masks + begin + count, t.masks);
   }
   for (int i = 0; i < count; ++i) {
+    __builtin_prefetch(args.pair_grads + static_cast<int64_t>(kGradRow) * args.pairs[begin + i].row, 1);
     const uint32_t mask = t.masks[i];
     t.starts[i] = kept;
     kept += static_cast<uint32_t>(__builtin_popcount(mask));
