@@ -8,7 +8,7 @@
 
 // Everything below, and nothing of the headers above, is compiled for AVX-512.
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,popcnt,lzcnt")
+#pragma GCC target("prfchw,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,popcnt,lzcnt")
 
 #include "scalar.h"
 
