@@ -13,6 +13,7 @@
 #pragma GCC push_options
 #pragma GCC target("prfchw,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2")
 
+#define SPLAXEL_AVX512
 #include "gaussians_block.h"
 
 namespace splaxel {

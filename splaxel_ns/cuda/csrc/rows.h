@@ -1,5 +1,6 @@
-// Loops over rows of floats as the parameters are stored, for the instructions of the file that includes this. In an
-// unnamed namespace, because files are compiled for different processors.
+// Loops over rows of floats as the parameters are stored, for the instructions of the file that includes this, which
+// defines SPLAXEL_AVX512 if it may: the compiler's own macros do not follow its pragmas. In an unnamed namespace, because
+// files are compiled for different processors.
 //
 // A row of spherical harmonics holds up to 15 coefficients of three channels. With AVX-512 it is three vectors of five
 // coefficients each, so that a lane has the same channel in all of them, and the last lane is not used.
@@ -8,7 +9,7 @@
 #include <algorithm>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(SPLAXEL_AVX512)
 #include <immintrin.h>
 #endif
 
@@ -18,7 +19,7 @@
 namespace splaxel {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(SPLAXEL_AVX512)
 
 // Floats between a prefetch and its use. With it, and for writing where something is written, one core moves twice as
 // many bytes.
