@@ -238,7 +238,7 @@ Backward rasterize_partials_backward(
     const Tensor& spans, const std::optional<Tensor>& saturated, int64_t width, int64_t boundary, double stop,
     const Tensor& records,
     const Tensor& pairs, const Tensor& pair_masks, const Tensor& checkpoints, const Tensor& item_offsets,
-    const Tensor& tile_offsets, const Tensor& v_colors, const Tensor& v_depths, const Tensor& v_transmittances,
+    const Tensor& tile_offsets, const Tensor& v_colors, const std::optional<Tensor>& v_depths, const Tensor& v_transmittances,
     bool absgrad) {
   Setup setup(viewmat, intrinsics, axis, threshold, children, lo, hi, order, spans, saturated, width, boundary, stop);
   RasterArgs& args = setup.args;
@@ -249,7 +249,7 @@ Backward rasterize_partials_backward(
   args.pair_masks = reinterpret_cast<uint16_t*>(const_cast<int16_t*>(pair_masks.const_data_ptr<int16_t>()));
   args.checkpoints = const_cast<float*>(floats(checkpoints));
   args.colors = const_cast<float*>(floats(v_colors));
-  args.depths = const_cast<float*>(floats(v_depths));
+  args.depths = v_depths.has_value() ? const_cast<float*>(floats(*v_depths)) : nullptr;
   args.transmittances = const_cast<float*>(floats(v_transmittances));
   args.absgrad = absgrad;
   const auto pair_grads = uninitialised<float>(pairs.size(0) * kGradRow);

@@ -51,7 +51,7 @@ struct RasterArgs {
   float* checkpoints;
   // Forward: written. Backward: the gradients, read.
   float* colors;                 // [Q, H, W, 3]
-  float* depths;                 // [Q, H, W]
+  float* depths;                 // [Q, H, W]; backward: null if depth has no gradient
   float* transmittances;         // [Q, H, W]
   float* pair_grads;             // [pairs, kGradRow], backward only
   bool absgrad;

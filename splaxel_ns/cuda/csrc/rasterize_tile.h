@@ -215,7 +215,7 @@ void read_pixel_grads(const RasterArgs& args, int participant, int tile, PixelGr
       r[lane] = args.colors[3 * at];
       g[lane] = args.colors[3 * at + 1];
       blue[lane] = args.colors[3 * at + 2];
-      depth[lane] = args.depths[at];
+      if (args.depths != nullptr) depth[lane] = args.depths[at];
       behind[lane] = args.transmittances[at];
     });
     grads[b] = {V::load(r), V::load(g), V::load(blue), V::load(depth), V::load(behind)};
@@ -290,7 +290,7 @@ uint32_t replay(
   return kept;
 }
 
-template <class V, bool kAbsolute>
+template <class V, bool kAbsolute, bool kWithDepth>
 void backward_tile_as(const RasterArgs& args, int participant, int tile) {
   const int64_t job = static_cast<int64_t>(participant) * args.tiles_x * args.tiles_y + tile;
   const int32_t first = args.tile_offsets[job], end = args.tile_offsets[job + 1];
@@ -322,7 +322,7 @@ void backward_tile_as(const RasterArgs& args, int participant, int tile) {
         rest ^= 1u << b;
         const float* saved = t.kept[--kept];
         const V dx = grid.px[b % (kTile / kBlock)] - V(s.x), dy = grid.py[b / (kTile / kBlock)] - V(s.y);
-        const V v = blend_backward(s, V::load(saved), V::load(saved + kLanes), pixels[b], sums);
+        const V v = blend_backward<kWithDepth>(s, V::load(saved), V::load(saved + kLanes), pixels[b], sums);
         add_moments(v, dx, dy, sums);
         if (kAbsolute) add_absolute(s, v, dx, dy, sums);
       }
@@ -334,9 +334,11 @@ void backward_tile_as(const RasterArgs& args, int participant, int tile) {
 template <class V>
 void backward_tile(const RasterArgs& args, int participant, int tile, RasterScratch&) {
   if (args.absgrad)
-    backward_tile_as<V, true>(args, participant, tile);
+    args.depths != nullptr ? backward_tile_as<V, true, true>(args, participant, tile)
+                           : backward_tile_as<V, true, false>(args, participant, tile);
   else
-    backward_tile_as<V, false>(args, participant, tile);
+    args.depths != nullptr ? backward_tile_as<V, false, true>(args, participant, tile)
+                           : backward_tile_as<V, false, false>(args, participant, tile);
 }
 
 static_assert(static_cast<int>(kNumMoments) <= kGradRow, "one float per moment");

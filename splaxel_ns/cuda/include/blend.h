@@ -81,15 +81,18 @@ enum Moment { kR, kG, kB, kDepth, kV, kVx, kVy, kVxx, kVxy, kVyy, kAbsX, kAbsY, 
 // One step of the walk from the farthest splat to the nearest. alpha and weight = alpha T are those of the forward pass.
 // dL/dalpha = T (s - behind) with s = <colour, g> + depth g_D: nothing is divided by 1 - alpha or by T, so opaque
 // splats and vanished transmittances are exact.
-template <class T>
+// Without depth, p.depth is taken for zero.
+template <bool depth, class T>
 SPLAXEL_INLINE T blend_backward(const SplatRecord& s, T alpha, T weight, PixelGrad<T>& p, T* sums) {
-  const T light = fma(T(s.r), p.r, fma(T(s.g), p.g, fma(T(s.b), p.b, T(s.depth) * p.depth)));
+  T light = T(s.b) * p.b;
+  if constexpr (depth) light = fma(T(s.b), p.b, T(s.depth) * p.depth);
+  light = fma(T(s.r), p.r, fma(T(s.g), p.g, light));
   const T gain = light - p.behind;
   p.behind = fma(alpha, gain, p.behind);
   sums[kR] = fma(weight, p.r, sums[kR]);
   sums[kG] = fma(weight, p.g, sums[kG]);
   sums[kB] = fma(weight, p.b, sums[kB]);
-  sums[kDepth] = fma(weight, p.depth, sums[kDepth]);
+  if constexpr (depth) sums[kDepth] = fma(weight, p.depth, sums[kDepth]);
   // No gradient through a clamped alpha.
   return keep(lt(alpha, T(static_cast<float>(kAlphaMax))), T(0.0f) - weight * gain);
 }
