@@ -58,6 +58,11 @@ def test_matches_float64(size: tuple[int, int], ssim_lambda: float) -> None:
     compare(*images("noise", *size), ssim_lambda)
 
 
+@pytest.mark.parametrize("width", [1024, 1025, 2060, 3300])
+def test_wide_images_are_cut_into_strips(width: int) -> None:
+    compare(*images("noise", 24, width), 0.2)
+
+
 @pytest.mark.parametrize("kind", ["smooth", "black"])
 def test_matches_float64_where_variances_vanish(kind: str) -> None:
     # pytorch_msssim rounds its window to float32 in any precision; the weights then do not sum to 1, and in flat parts
