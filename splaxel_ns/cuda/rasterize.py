@@ -193,7 +193,16 @@ class _RasterizePartials(Function):
         v_depths = None if v_depths is None else v_depths.contiguous()
         v_means2d, v_splat_depths, v_conics, v_opacities, v_splat_colors, absolute = (
             _backend.load().rasterize_partials_backward(
-                conics, opacities, *view, saturated, *ctx.settings, *lists, v_colors, v_depths, v_transmittances, ctx.absgrad
+                conics,
+                opacities,
+                *view,
+                saturated,
+                *ctx.settings,
+                *lists,
+                v_colors,
+                v_depths,
+                v_transmittances,
+                ctx.absgrad,
             )
         )
         if ctx.absgrad:

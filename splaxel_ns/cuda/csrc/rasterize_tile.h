@@ -242,7 +242,8 @@ void replay_block(
   int64_t ignored = 0;
   for (uint64_t pairs = V::bitmap(t.masks, block); pairs != 0; pairs &= pairs - 1) {
     const int i = __builtin_ctzll(pairs);
-    const V alpha = keep(alive, pair_alpha<V, kTested>(args, partition, tile, block, t.records[i], px, py, alive, &ignored));
+    const V drawn = pair_alpha<V, kTested>(args, partition, tile, block, t.records[i], px, py, alive, &ignored);
+    const V alpha = keep(alive, drawn);
     float* kept = t.kept[t.starts[i] + static_cast<uint32_t>(__builtin_popcount(t.masks[i] & before))];
     alpha.store(kept);
     (alpha * transmittance).store(kept + kLanes);
