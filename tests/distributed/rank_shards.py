@@ -26,11 +26,11 @@ SCENE = Path(__file__).parents[1] / "data" / "matrixcity_caliterra" / "small_cit
 WIDTHS = {"means": (3,), "quats": (4,), "features_rest": (15, 3), "opacities": (1,)}
 
 
-def whole_state(step: int, num: int = NUM, num_partitions: int = 4) -> dict[str, Any]:
-    """The state of one process, like `resume.run_state`."""
+def whole_state(step: int, num: int = NUM, num_partitions: int = 4, away: float = 0.0) -> dict[str, Any]:
+    """The state of one process, like `resume.run_state`; boxes so far away that the first holds everything."""
     generator = torch.Generator().manual_seed(step)
     parameters = {name: torch.randn(num, *row, generator=generator) for name, row in WIDTHS.items()}
-    tree = PartitionTree.build(parameters["means"], num_partitions)
+    tree = PartitionTree.build(parameters["means"] + away, num_partitions)
     optimizers: dict[str, Any] = {
         name: {
             "state": {
@@ -101,6 +101,10 @@ def fault_of(kind: str) -> Iterator[None]:
         (folder / shards.shard_name(rank)).mkdir()  # permissions do not stop root
         return kept[0](folder, rank, *rest)
 
+    def late(*args: Any) -> Any:
+        kept[2](*args)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     def full(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -113,16 +117,20 @@ def fault_of(kind: str) -> Iterator[None]:
             shards.Path = lambda place: kept[1](f"{place}-of-another-machine")  # type: ignore[misc,assignment]
         elif kind == "no commit":
             shards.write_checkpoint = full
+        elif kind == "late":
+            shards.write_checkpoint = late
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         shards._write_shard, shards.Path, shards.write_checkpoint = kept  # type: ignore[misc]
 
 
-def save(directory: Path, step: int, fault: str = "", faulty_rank: int = 0, bare_rank: int | None = None) -> str:
+def save(
+    directory: Path, step: int, fault: str = "", faulty_rank: int = 0, bare_rank: int | None = None, away: float = 0.0
+) -> str:
     """Save `whole_state(step)`; the error, if there is one. The bare rank has no moments or statistics yet."""
     world = comm.world()
-    state = part_of(whole_state(step), world)
+    state = part_of(whole_state(step, away=away), world)
     if world.rank == bare_rank:
         for name in WIDTHS:
             state["optimizers"][name]["state"] = {}

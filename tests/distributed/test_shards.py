@@ -117,6 +117,14 @@ def test_ranks_that_have_seen_nothing(ranks_of: RankPools, tmp_path: Path) -> No
         assert float(tables[name][:num].abs().max()) == 0 < float(tables[name][num:].abs().min())
 
 
+def test_ranks_without_gaussians(ranks_of: RankPools, tmp_path: Path) -> None:
+    path = saved(ranks_of(4), tmp_path / "models", fault="", faulty_rank=0, bare_rank=None, away=100.0)
+    assert torch.load(path, weights_only=True)["shards"]["counts"] == [503, 0, 0, 0]
+    compare([load_alone(path)], whole_state(7, away=100.0))
+    for size in (2, 4):
+        compare(ranks_of(size).run(load, path.parent), whole_state(7, away=100.0))
+
+
 def test_more_ranks_than_boxes(ranks_of: RankPools, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "models", 7, whole_state(7, num_partitions=2))
     assert all(
@@ -241,6 +249,12 @@ def test_what_cannot_be_written_changes_nothing(
     compare(ranks_of(2).run(load, models), whole_state(3))
     saved(ranks_of(2), models, 4)
     compare(ranks_of(2).run(load, models), whole_state(4))
+
+
+def test_what_fails_after_the_commit_leaves_a_whole_checkpoint(ranks_of: RankPools, tmp_path: Path) -> None:
+    errors = ranks_of(2).run(save, tmp_path / "models", 4, "late", 0)
+    assert errors[0] == errors[1] and "rank 0: " in errors[0]
+    compare(ranks_of(2).run(load, tmp_path / "models"), whole_state(4))
 
 
 def test_the_folder_of_shards_cannot_be_made(ranks_of: RankPools, tmp_path: Path) -> None:
