@@ -175,7 +175,10 @@ class SplaxelPipeline(VanillaPipeline):
             loss = torch.stack([torch.as_tensor(term) for term in loss_dict.values()]).sum()
             self._require_finite(loss, loss_dict, step, batch)
             if loss.requires_grad:  # a view without a single Gaussian has no graph
+                start = perf_counter()
                 (loss / num_views).backward()
+                if self.model.renderer is not None:
+                    self.model.renderer.times.backward += perf_counter() - start
             result = {"loss": loss.detach()} | {f"loss {name}": term for name, term in loss_dict.items()} | metrics_dict
         self.model.after_backward(camera)
         return _detached(result)
