@@ -16,10 +16,12 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
 from nerfstudio.model_components.lib_bilagrid import BilateralGrid, total_variation_loss
+from nerfstudio.model_components.lib_bilagrid import slice as slice_grid
 from nerfstudio.utils.colors import get_color
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.markup import escape
 from torch import Tensor
+from torch.func import functional_call
 
 from splaxel_ns import cameras as camera_views
 from splaxel_ns import loss
@@ -137,7 +139,7 @@ class SplaxelModel(DistributedGaussians):
     @property
     def prunes(self) -> bool:
         """Whether saturated pixels are left out of training. Masks belong to poses, which a camera optimiser moves."""
-        if self.is_shared and self.config.exchange != "selective":
+        if self.is_shared and self.config.exchange not in ("selective", "owner"):
             return False
         return self.config.saturation and self.tree.num_partitions > 1 and self.config.camera_optimizer.mode == "off"
 
@@ -274,19 +276,46 @@ class SplaxelModel(DistributedGaussians):
             return {}
         outputs = self._outputs(canvas.rgb, canvas.alpha, canvas.depth, background)
         if self.training:
-            outputs |= {"crop": canvas.crop, "share": flight.share(self.world.rank)}
+            share = flight.share(self.world.rank)
+            outputs |= {"crop": canvas.crop, "share": share}
+            if self.config.use_bilateral_grid:
+                # Every pixel's part of the grid's gradient is counted by one rank, that of the colour by all that
+                # draw it.
+                rgb = outputs["rgb"]
+                alike = self._in_colors_of(camera, rgb, flight, self.bil_grids.grids.detach())
+                counted = self._in_colors_of(camera, rgb.detach(), flight, self.bil_grids.grids)
+                outputs["rgb"] = alike + share.pixels[..., None] * (counted - counted.detach())
         return outputs
 
     def _finds_saturation(self, flight: Flight) -> bool:
         return self.training and self.prunes and not flight.everything and flight.tag.view >= 0
 
-    def _in_colors_of(self, camera: Cameras, rgb: Tensor) -> Tensor:
-        """A training view [H, W, 3] as its photograph's camera would have developed it: through its bilateral grid."""
+    def _in_colors_of(
+        self, camera: Cameras, rgb: Tensor, flight: Flight | None = None, grids: Tensor | None = None
+    ) -> Tensor:
+        """A training view as its photograph's camera would have developed it: through its bilateral grid.
+
+        Args:
+            camera: The view's.
+            rgb: The picture, or the crop of it that a flight composed.  # [H, W, 3] or [h, w, 3]
+            flight: Of a view that several ranks draw.
+            grids: Values to use instead of the grids' own.
+        """
         index = (camera.metadata or {}).get("cam_idx")
         if index is None:
             return rgb
         height, width = rgb.shape[:2]
-        return self._apply_bilateral_grid(rgb[None], int(index), height, width)[0]
+        if flight is None or flight.crop is None:
+            return self._apply_bilateral_grid(rgb[None], int(index), height, width)[0]
+        y = flight.crop.of(torch.linspace(0, 1, flight.view.height)[:, None].expand(-1, flight.view.width))
+        x = flight.crop.of(torch.linspace(0, 1, flight.view.width).expand(flight.view.height, -1))
+        values = {"grids": self.bil_grids.grids if grids is None else grids}
+
+        def colors_of(*args: Tensor) -> Tensor:
+            return functional_call(self.bil_grids, values, args)
+
+        xy, chosen = torch.stack([x, y], dim=-1)[None], torch.tensor(int(index))
+        return slice_grid(colors_of, xy, rgb[None], chosen)["rgb"][0]
 
     def _outputs(self, rgb: Tensor, alpha: Tensor, depth: Tensor, background: Tensor) -> dict[str, Any]:
         depth_image = None

@@ -6,6 +6,7 @@ Shapes: R ranks.
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModel
 
 MIB = 2**20
+
+
+def _memory() -> int:
+    """Resident bytes of this process."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 class StepStats:
@@ -68,6 +75,7 @@ class StepStats:
             "bytes_received": sum(counters.bytes_received.values()),
         }
         own |= {"messages": counters.messages, "wait_s": counters.wait_s}
+        own |= {"gaussians": self._model.num_points, "memory": _memory()}
         if self._model.renderer is not None:
             own |= self._model.renderer.take_numbers()
         return own | dict(seconds)
