@@ -74,6 +74,8 @@ class RankSaturationMasks(SaturationMasks):
         world: The ranks.
     """
 
+    unit = "rank"
+
     def __init__(self, eps: float, limit: int, world: World) -> None:
         super().__init__(eps, limit)
         self.num_ranks = world.size

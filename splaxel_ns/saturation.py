@@ -108,6 +108,7 @@ class SaturationMasks:
 
     num_ranks = 1
     """Ranks that the masks belong to: what they leave out are pixels of partitions for one, of ranks for several."""
+    unit = "partition"
 
     def __init__(self, eps: float, limit: int) -> None:
         self.eps = eps
@@ -196,7 +197,7 @@ class SaturationMasks:
         """One line about the last complete epoch."""
         counts = self.last_epoch if self.last_epoch.pairs else self.now
         return (
-            f"Saturation: {counts.pruned_share:.1%} of the (pixel, partition) pairs were left out in the last epoch, "
+            f"Saturation: {counts.pruned_share:.1%} of the (pixel, {self.unit}) pairs were left out in the last epoch, "
             f"flip rate {counts.flip_rate:.2%}; {self.num_masked} views are masked, {self.num_bytes / 2**20:.1f} MiB."
         )
 
