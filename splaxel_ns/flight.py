@@ -194,6 +194,8 @@ class RankRenderer:
             if plan.order:
                 partials, flight.stats = draw_partials(flight.drawn, means, owner, view, tree, plan, options)
                 flight.own = merged(partials)
+            else:  # dense: the others wait for pixels of every rank
+                flight.own = _nothing(view)
             spans = flight.regions.spans[self.world.rank]
             self.times.active_pixels += int((spans[:, 1] - spans[:, 0]).sum())
             self.times.views += 1
@@ -373,6 +375,12 @@ class RankRenderer:
             wanted &= torch.tensor(drawing)[:, None]
         wanted[self.world.rank] = False
         return wanted
+
+
+def _nothing(view: View) -> PartialImages:
+    """The partial image of a rank without Gaussians in view."""
+    height, width = view.height, view.width
+    return PartialImages(torch.zeros(1, height, width, 3), torch.zeros(1, height, width), torch.ones(1, height, width))
 
 
 _ONE_BOX = PartitionTree.build(torch.zeros(0, 3), 1)
