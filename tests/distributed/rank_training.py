@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,31 @@ def config_of(folder: Path, steps: int, batch_size: int = 4, num_partitions: int
     return config
 
 
-def train(config: Any) -> dict[str, Any]:
+def train_and_watch(config: Any) -> dict[str, Any]:
+    """`train`, while rank 0 has a thread that behaves as the viewer's: it holds the lock while it draws."""
+    pictures: list[torch.Tensor] = []
+
+    def watch(trainer: Any) -> None:
+        if not trainer.world.is_main:
+            return
+        model = trainer.pipeline.model
+        model.live_view = trainer._live_view
+        camera = trainer.pipeline.datamanager.eval_dataset.cameras[0:1]
+
+        def draw() -> None:
+            for _ in range(3):
+                with trainer.train_lock:
+                    model.eval()
+                    pictures.append(model.get_outputs_for_camera(camera)["rgb"])
+                    model.train()
+                time.sleep(0.1)
+
+        threading.Thread(target=draw, daemon=True).start()
+
+    return train(config, watch) | {"pictures": pictures}
+
+
+def train(config: Any, before: Callable[[Any], None] | None = None) -> dict[str, Any]:
     """Run it; what this rank has at the end."""
     torch.manual_seed(0)
     np.random.seed(0)
@@ -53,6 +80,8 @@ def train(config: Any) -> dict[str, Any]:
         return result
 
     trainer.train_iteration = noting
+    if before is not None:
+        before(trainer)
     trainer.train()
     model = trainer.pipeline.model
     others = {name: value for name, value in model.named_parameters() if "gauss_params" not in name and value.numel()}

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from splaxel_ns.exchange import HALO, RankRegions, bounding, dilated, loss_share
+from splaxel_ns.model import SplaxelModelConfig
+from splaxel_ns.model_checks import check_config
 from splaxel_ns.owner_exchange import BLOCK, OwnerRegions, has, spread, with_owners
 
 RankPools = Callable[[int], Ranks]
@@ -177,3 +179,11 @@ def test_half_precision(ranks_of: RankPools, exchange: str, active: bool) -> Non
         assert sent(half)["pixels"] < 0.56 * sent(whole)["pixels"]
     else:
         assert sum(sent(half).values()) < 0.85 * sum(sent(whole).values())
+
+
+@pytest.mark.parametrize("option", ["half_pixels", "active_pixels"])
+def test_no_pixels_no_option(option: str) -> None:
+    config = SplaxelModelConfig(exchange="gaussian")
+    setattr(config, option, True)
+    with pytest.raises(ValueError, match=f"{option.replace('_', '-')} is True.*no pixels travel"):
+        check_config(config)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import Ranks
-from rank_training import config_of, train
+from rank_training import config_of, train, train_and_watch
 
 RankPools = Callable[[int], Ranks]
 
@@ -20,7 +20,7 @@ STEPS = int(os.environ.get("SPLAXEL_TEST_STEPS", "100"))
 
 
 def test_losses_of_ranks_are_those_of_one(ranks_of: RankPools, tmp_path: Path) -> None:
-    """4 partitions, batches of 4, one view order, no growth: losses over windows of 50 steps differ by less than 1 %."""
+    """4 partitions, batches of 4, one view order, no growth: losses over 50 steps differ by less than 1 %."""
     windows = {}
     for num_ranks in (1, 2, 4):
         runs = ranks_of(num_ranks).run(train, config_of(tmp_path / str(num_ranks), STEPS))
@@ -94,3 +94,14 @@ def test_mcmc_shares_out_what_is_added(ranks_of: RankPools, tmp_path: Path) -> N
         config = config_of(tmp_path / str(num_ranks), 16, num_partitions=2, max_gs_num=33_000, **options)
         totals[num_ranks] = ranks_of(num_ranks).run(train, config)[0]["totals"]
     assert totals[1] == totals[2] and totals[1][-1] == 33_000
+
+
+def test_the_viewer_is_served_between_steps(ranks_of: RankPools, tmp_path: Path) -> None:
+    """A picture that a thread of rank 0 asks for while the ranks train is that of all of them; training goes on."""
+    seen, other = ranks_of(2).run(train_and_watch, config_of(tmp_path, 40, num_partitions=2))
+    assert len(seen["pictures"]) == 3 and not other["pictures"]
+    assert seen["losses"] == other["losses"] and len(seen["losses"]) == 40
+    for picture, again in zip(seen["pictures"], seen["pictures"][1:], strict=False):
+        assert picture.shape == (44, 59, 3) and bool(picture.isfinite().all())
+        assert float(picture.std()) > 0.01
+        assert not torch.equal(picture, again), "the model has moved on"
