@@ -35,6 +35,10 @@ class Disagreement(RuntimeError):
     """Two ranks are not at the same point of the same run."""
 
 
+class FailedTogether(ValueError):
+    """What some rank could not do, raised on all of them at the same point: they may still save together."""
+
+
 @dataclass
 class Counters:
     """What this rank sent and received, by kind of content, since they were taken last."""

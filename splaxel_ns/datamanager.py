@@ -21,6 +21,7 @@ from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatama
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.utils.rich_utils import CONSOLE
 
+from splaxel_ns import comm
 from splaxel_ns.dataparsers.matrixcity import MatrixCityDataParserConfig
 from splaxel_ns.dataset import SplaxelDataset
 from splaxel_ns.photo_cache import AUTOMATIC_SHARE, GIB, PhotoCache, available_memory
@@ -290,6 +291,10 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
             self._rest = indices  # the state saved now must not have these views behind it
             raise
 
+    def take_back(self, views: Sequence[TrainView]) -> None:
+        """The views that `next_train_batch` gave last are to come again: their step has failed."""
+        self._rest = [int((camera.metadata or {})["cam_idx"]) for camera, _ in views] + self._rest
+
     def next_train(self, step: int) -> TrainView:
         """Return one training view, as nerfstudio's own pipeline asks for it."""
         if not self._rest:
@@ -332,8 +337,24 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
     # Evaluation
 
     def eval_view(self, index: int) -> TrainView:
-        """Return one view of the evaluation split."""
-        return self._view(self.eval_dataset, index, keep=self._keep_eval)
+        """Return one view of the evaluation split; of several ranks all call this at once.
+
+        Raises:
+            ValueError: Its photograph cannot be read.
+            FailedTogether: Some rank cannot read it; on all of them.
+        """
+        world = comm.world()
+        if world.size == 1:
+            return self._view(self.eval_dataset, index, keep=self._keep_eval)
+        view, error = None, None
+        try:
+            view = self._view(self.eval_dataset, index, keep=self._keep_eval)
+        except (OSError, ValueError) as failure:
+            error = str(failure)
+        failures = world.failures(error)
+        if view is None or failures:
+            raise comm.FailedTogether("; ".join(failures))
+        return view
 
     @property
     def fixed_indices_eval_dataloader(self) -> EvalViews:  # type: ignore[override]

@@ -52,7 +52,7 @@ from splaxel_ns.splat_exchange import (
     touching_strips,
 )
 from splaxel_ns.types import ContentBoxes, Exchange, PartialImages, Splats, View, ViewPlan
-from splaxel_ns.visibility import plan_view
+from splaxel_ns.visibility import met_by, plan_view, spans_of
 
 
 @dataclass
@@ -183,12 +183,13 @@ class RankRenderer:
         while self._announced:  # so that their values travel while this view is drawn
             self._announced.popleft().post()
         start = perf_counter()
-        flight = self._plan(view, partitions, runs, options, tag, mask, everything)
-        takes_part = self.world.rank in flight.regions.order
         visits = self.exchange == "gaussian" or options.boundary == "exact"
-        if takes_part or visits:
-            flight.splats = project_view(gaussians, view, options)
-            flight.cut = flight.drawn = cut_off(flight.splats)
+        plan, splats = self._look(gaussians, view, partitions, runs, options, visits)
+        flight = self._plan(plan, view, partitions, runs, options, tag, mask, everything)
+        takes_part = self.world.rank in flight.regions.order
+        if splats is not None and (takes_part or visits):
+            flight.splats = splats
+            flight.cut = flight.drawn = cut_off(splats)
             flight.means2d = flight.cut.means2d
         means, owner = gaussians.means.detach(), partitions.owner
         if visits:
@@ -323,8 +324,39 @@ class RankRenderer:
 
     # Parts of it
 
+    def _look(
+        self,
+        gaussians: Gaussians,
+        view: View,
+        partitions: Partitions,
+        runs: list[range],
+        options: RenderOptions,
+        visits: bool,
+    ) -> tuple[ViewPlan, Splats | None]:
+        """Regions of all partitions, and this rank's splats where it has any to show."""
+        if self.exchange == "gaussian":
+            return ViewPlan((0,), torch.zeros(1, view.height, 2, dtype=torch.int32)), project_view(
+                gaussians, view, options
+            )
+        plan = plan_view(view, partitions.tree, partitions.boxes, options.near)
+        run = runs[self.world.rank]
+        looks = visits or any(leaf in run for leaf in plan.order)
+        splats = project_view(gaussians, view, options) if looks else None
+        if options.boundary == "exact":
+            return plan, splats
+        # Each rank knows where its splats end, which boxes tell only roughly.
+        longest = max(len(other) for other in runs)
+        kind = torch.int16 if view.width < 2**15 else torch.int32
+        own = torch.zeros(longest, view.height, 2, dtype=kind)
+        if splats is not None:
+            own[: len(run)] = spans_of(splats, partitions.owner, plan, view.width)[run.start : run.stop]
+        # As bytes: Gloo knows no int16.
+        everyone = self.world.gather(own.view(torch.uint8), "regions").view(kind).int()  # [R, longest, H, 2]
+        return met_by(plan, torch.cat([everyone[k, : len(other)] for k, other in enumerate(runs)])), splats
+
     def _plan(
         self,
+        plan: ViewPlan,
         view: View,
         partitions: Partitions,
         runs: list[range],
@@ -344,9 +376,7 @@ class RankRenderer:
                 whole(view.height, view.width).expand_as(strips) if everything else dilated(strips, HALO, view.width)
             )
             regions = RankRegions(order, strips, needs, view.width)
-            plan = ViewPlan((0,), strips[:1])
         else:
-            plan = plan_view(view, partitions.tree, partitions.boxes, options.near)
             regions = rank_regions(plan, runs, view.width, None if everything else HALO)
             if self.exchange == "dense" and not everything:
                 full = whole(view.height, view.width).expand(size, -1, -1)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.cuda.amp.grad_scaler import GradScaler
 
 from splaxel_ns.checkpoint import MAX_STEP, read_verified_before, verify_for_evaluation
+from splaxel_ns.comm import FailedTogether
 from splaxel_ns.cuda import _backend
 from splaxel_ns.gaussian_rows import GAUSSIANS
 from splaxel_ns.shards import read_rows
@@ -137,13 +138,15 @@ class SplaxelPipeline(VanillaPipeline):
 
         Raises:
             FloatingPointError: A view's loss is not finite; the message names step and view.
+            ValueError: A photograph cannot be read; the message names it.
+            FailedTogether: The same of several ranks, on all of them.
         """
         new_epoch = self.datamanager.new_epoch_next(step)
         self.model.take_saturation_snapshot(new_epoch)
         if new_epoch:
             # Participants decide which views may share a bucket; they only change between epochs (design: ranks agree).
             self.datamanager.set_participants(self.model.participants_for(self.datamanager.train_dataset.cameras))
-        views = self.datamanager.next_train_batch(step, self.model.shows)
+        views = self._next_views(step)
         results: list[dict[str, Tensor]] = [{} for _ in views]
         flights: deque[tuple[int, Flight | None]] = deque()
         depth = self.model.config.in_flight if self.model.is_shared else 1
@@ -155,11 +158,35 @@ class SplaxelPipeline(VanillaPipeline):
         for number, flight in flights:
             results[number] = self._land(step, *views[number], flight, len(views))
         if self.model.is_shared:
-            results = self._together(step, results)
+            results = self._together(step, results, views)
         terms = [name for name in results[0] if name.startswith("loss")]
         means = _mean(results)
         losses = {name.removeprefix("loss "): means.pop(name) for name in terms}
         return losses.pop("loss"), losses, means
+
+    def _next_views(self, step: int) -> list[tuple[Cameras, dict[str, Any]]]:
+        """The step's views. A photograph that one of several ranks cannot read fails at the end of the step, on all of
+        them: the others wait for this one's pixels, and none may leave before."""
+        self._unread: str | None = None
+        try:
+            return self.datamanager.next_train_batch(step, self.model.shows)
+        except (OSError, ValueError) as error:
+            if not self.model.is_shared:
+                raise
+            self._unread = str(error)
+        return self.datamanager.next_train_batch(step, lambda _: False)
+
+    def _photograph_of(self, camera: Cameras) -> dict[str, Any]:
+        """A photograph that did not come with its view; black in a step that fails."""
+        if self._unread is None:
+            try:
+                return self.datamanager.photograph_of(camera)
+            except (OSError, ValueError) as error:
+                if not self.model.is_shared:
+                    raise
+                self._unread = str(error)
+        black = torch.zeros(int(camera.height[0]), int(camera.width[0]), 3, dtype=torch.uint8)
+        return {"image": black, "image_idx": int((camera.metadata or {})["cam_idx"])}
 
     def _land(
         self, step: int, camera: Cameras, batch: dict[str, Any], flight: Flight | None, num_views: int
@@ -169,7 +196,7 @@ class SplaxelPipeline(VanillaPipeline):
         result: dict[str, Tensor] = {}
         if outputs:
             if "image" not in batch:
-                batch = self.datamanager.photograph_of(camera)
+                batch = self._photograph_of(camera)
             metrics_dict = self.model.get_metrics_dict(outputs, batch)
             loss_dict = self.model.get_loss_dict(outputs, batch, metrics_dict)
             loss = torch.stack([torch.as_tensor(term) for term in loss_dict.values()]).sum()
@@ -183,14 +210,20 @@ class SplaxelPipeline(VanillaPipeline):
         self.model.after_backward(camera)
         return _detached(result)
 
-    def _together(self, step: int, shares: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def _together(
+        self, step: int, shares: list[dict[str, Tensor]], views: list[tuple[Cameras, dict[str, Any]]]
+    ) -> list[dict[str, Tensor]]:
         """Add what belongs to no view, sum gradients and results over the ranks.
 
         Args:
             shares: Of each view, what this rank counts.
+            views: The step's.
 
         Returns:
             The results of each view, the same on all ranks.
+
+        Raises:
+            FailedTogether: Some rank could not read a photograph; the views are still to come.
         """
         model, world = self.model, self.model.world
         regularizers = model.regularizers()
@@ -208,7 +241,12 @@ class SplaxelPipeline(VanillaPipeline):
         zero = torch.zeros(())
         rows = [torch.stack([share.get(name, zero) for name in names]) for share in shares]  # B x [2]
         extra = [torch.as_tensor(term).detach().float() for term in regularizers.values()]
-        table = world.sum(torch.cat([torch.stack(rows).flatten(), *[value.reshape(1) for value in extra]]))
+        unread = torch.tensor([float(self._unread is not None)])
+        table = world.sum(torch.cat([torch.stack(rows).flatten(), *[value.reshape(1) for value in extra], unread]))
+        if table[-1] > 0:
+            self.datamanager.take_back(views)
+            raise FailedTogether("; ".join(world.failures(self._unread)))
+        table = table[:-1]
         summed = dict(zip(regularizers, table[2 * len(rows) :], strict=True))
         shared = {"gaussian_count": float(model.num_total)} | (model.saturation.metrics() if model.prunes else {})
         results = []

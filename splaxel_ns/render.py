@@ -17,7 +17,7 @@ from splaxel_ns.compositing import check_background, check_tensor, compose, expe
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.saturation import ViewMask
 from splaxel_ns.types import MAX_PARTITIONS, Boundary, ContentBoxes, PartialImages, Splats, View, ViewPlan
-from splaxel_ns.visibility import content_boxes, plan_view, view_slope
+from splaxel_ns.visibility import content_boxes, plan_view, tightened, view_slope
 
 STOP = 1e-4
 """A pixel is finished, after the blend that gets it there, once its transmittance is at most this."""
@@ -156,9 +156,10 @@ def render_view(
         The view. Where no Gaussian is seen it is the background, with zero gradients for all of them.
     """
     plan = plan_view(view, partitions.tree, partitions.boxes, options.near)
+    splats = project_view(gaussians, view, options)
+    plan = tightened(plan, splats, partitions.owner, options.boundary, view.width)
     if mask is not None:
         plan = mask.applied_to(plan)
-    splats = project_view(gaussians, view, options)
     partials, stats = draw_partials(splats, gaussians.means, partitions.owner, view, partitions.tree, plan, options)
     rgb, depth, alpha = compose(partials, background)
     return Rendered(rgb, alpha, depth, splats, plan, partials, stats)

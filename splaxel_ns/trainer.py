@@ -339,8 +339,9 @@ class SplaxelTrainer(Trainer):
         """One step; photographs that have vanished cost no more than the step that missed them."""
         try:
             self._run_step(step, progress)
-        except (OSError, ValueError):
-            if self._between_steps and self.step >= 0:
+        except (OSError, ValueError) as error:
+            together = self.world.size == 1 or isinstance(error, comm.FailedTogether)  # saving takes all ranks
+            if self._between_steps and together and self.step >= 0:
                 self.save_checkpoint(self.step)
                 if self._saved_step == self.step:
                     CONSOLE.print(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from splaxel_ns import cuda
 from splaxel_ns.partition import PartitionTree
-from splaxel_ns.types import Boundary, ContentBoxes, View, ViewPlan
+from splaxel_ns.types import Boundary, ContentBoxes, Splats, View, ViewPlan
 
 CLAMP_MARGIN = 0.3
 """The projection's Jacobian is taken at most this part of the half field of view outside the image, as in gsplat."""
@@ -97,6 +97,36 @@ def plan_view(view: View, tree: PartitionTree, boxes: ContentBoxes, near: float)
     )
     taking_part = (spans[..., 1] > spans[..., 0]).any(dim=1).tolist()
     return ViewPlan(tuple(leaf for leaf in tree.order(view.cam_center) if taking_part[leaf]), spans)
+
+
+def tightened(plan: ViewPlan, splats: Splats, owner: Tensor, boundary: Boundary, width: int) -> ViewPlan:
+    """The plan with regions that end where the splats of this view do.
+
+    Boxes cannot tell that what they hold lies behind the camera or outside the frustum; one huge Gaussian spreads
+    them over every view. Under `exact` a partition draws others' Gaussians too, and its region stays that of boxes.
+
+    Args:
+        splats: N Gaussians in view.
+        owner: Their partitions.  # [N] int32
+    """
+    if boundary == "exact" or len(plan.spans) == 1:
+        return plan
+    return met_by(plan, spans_of(splats, owner, plan, width))
+
+
+def spans_of(splats: Splats, owner: Tensor, plan: ViewPlan, width: int) -> Tensor:
+    """[P, H, 2] int32: what each partition's splats can touch."""
+    num_partitions, height = plan.spans.shape[:2]
+    return cuda.splat_spans(splats.means2d, splats.extents, owner, num_partitions, width, height)
+
+
+def met_by(plan: ViewPlan, spans: Tensor) -> ViewPlan:
+    """The plan with its regions cut down to `spans` [P, H, 2]; partitions without pixels take no part."""
+    start, stop = torch.maximum(plan.spans[..., 0], spans[..., 0]), torch.minimum(plan.spans[..., 1], spans[..., 1])
+    some = stop > start
+    met = torch.stack([torch.where(some, start, 0), torch.where(some, stop, 0)], dim=-1)
+    taking_part = some.any(dim=1).tolist()
+    return ViewPlan(tuple(leaf for leaf in plan.order if taking_part[leaf]), met)
 
 
 def participants(views: Sequence[View], tree: PartitionTree, boxes: ContentBoxes, near: float) -> list[set[int]]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from splaxel_ns.cuda.region import content_bounds as content_bounds
     from splaxel_ns.cuda.region import region_spans as region_spans
     from splaxel_ns.cuda.region import regions_present as regions_present
+    from splaxel_ns.cuda.region import splat_spans as splat_spans
     from splaxel_ns.cuda.saturation import SaturationCounts as SaturationCounts
     from splaxel_ns.cuda.saturation import pack_bits as pack_bits
     from splaxel_ns.cuda.saturation import unpack_bits as unpack_bits
@@ -35,6 +36,7 @@ _HOME = {
     "content_bounds": "region",
     "region_spans": "region",
     "regions_present": "region",
+    "splat_spans": "region",
     "SaturationCounts": "saturation",
     "pack_bits": "saturation",
     "unpack_bits": "saturation",

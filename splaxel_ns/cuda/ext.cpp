@@ -56,6 +56,8 @@ TORCH_LIBRARY(splaxel, m) {
       "content_bounds(Tensor means, Tensor scales, Tensor owner, Tensor bulk, Tensor slice_axis, float slope) -> "
       "(Tensor bounds, Tensor radii)");
   m.def(
+      "splat_spans(Tensor means2d, Tensor extents, Tensor owner, int num_partitions, int width, int height) -> Tensor");
+  m.def(
       "region_spans(Tensor boxes, Tensor? leaves, Tensor viewmat, Tensor K, int width, int height, float near) -> "
       "Tensor");
   m.def(

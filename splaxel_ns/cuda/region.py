@@ -63,6 +63,31 @@ def region_spans(
     return load().region_spans(_float(boxes), leaves, _float(viewmat), _float(K), width, height, near)
 
 
+def splat_spans(
+    means2d: Tensor, extents: Tensor, owner: Tensor, num_partitions: int, width: int, height: int
+) -> Tensor:
+    """The row spans that each partition's projected Gaussians can touch.
+
+    Args:
+        means2d: [N, 2], pixels.
+        extents: [N, 2], pixels: half sizes of the box that holds every pixel with alpha >= 1/255; 0: not seen.
+        owner: [N] int32, the partition of each, 0 to P - 1.
+
+    Returns:
+        [P, H, 2] int32, as `region_spans`.
+
+    Raises:
+        ValueError: a tensor has the wrong shape, or an owner is no partition.
+    """
+    num = len(means2d)
+    _check("means2d", means2d, (num, 2))
+    _check("extents", extents, (num, 2))
+    _check("owner", owner, (num,))
+    if num and not 0 <= int(owner.min()) <= int(owner.max()) < num_partitions:
+        raise ValueError(f"owner names partitions {int(owner.min())} to {int(owner.max())} of {num_partitions}.")
+    return load().splat_spans(_float(means2d), _float(extents), _int(owner), num_partitions, width, height)
+
+
 def regions_present(
     boxes: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Tensor, near: float, leaves: Tensor | None = None
 ) -> Tensor:

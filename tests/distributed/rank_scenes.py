@@ -14,9 +14,9 @@ from splaxel_ns.exchange import HALO, RankRegions, rank_regions
 from splaxel_ns.flight import RankRenderer
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.pixel_streams import Tag
-from splaxel_ns.render import Gaussians, RenderOptions, partitions_of, render_view
+from splaxel_ns.render import Gaussians, RenderOptions, partitions_of, project_view, render_view
 from splaxel_ns.types import View
-from splaxel_ns.visibility import plan_view
+from splaxel_ns.visibility import plan_view, tightened
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,10 @@ def regions_of(task: Task, num_ranks: int) -> RankRegions:
     scene = scene_of(task)
     tree, options = tree_of(task, scene), options_of(task)
     view = View(scene.viewmat, scene.K, scene.width, scene.height)
-    partitions = partitions_of(gaussians_of(scene.tensors), tree, options.boundary, view)
+    gaussians = gaussians_of(scene.tensors)
+    partitions = partitions_of(gaussians, tree, options.boundary, view)
     plan = plan_view(view, tree, partitions.boxes, options.near)
+    plan = tightened(plan, project_view(gaussians, view, options), partitions.owner, options.boundary, view.width)
     return rank_regions(plan, tree.runs_of(num_ranks), view.width, HALO)
 
 

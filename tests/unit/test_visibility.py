@@ -340,3 +340,23 @@ def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="owner"):
         bulk, axis = torch.zeros(1, 2, 3), torch.zeros(1, dtype=torch.int32)
         cuda.content_bounds(torch.zeros(4, 3), torch.ones(4, 3), torch.zeros(3, dtype=torch.int32), bulk, axis, 1.0)
+
+
+def test_regions_end_where_splats_do() -> None:
+    """A splat outside the frustum widens no region; every pixel that a splat's box holds is in its partition's."""
+    means2d = torch.tensor([[5.2, 3.0], [20.0, 9.0], [7.0, 4.0], [-9.0, 4.0]])
+    extents = torch.tensor([[2.0, 1.0], [4.0, 2.0], [0.0, 0.0], [3.0, 3.0]])  # the third is not seen
+    owner = torch.tensor([0, 2, 1, 0], dtype=torch.int32)
+    spans = cuda.splat_spans(means2d, extents, owner, 3, 22, 12)
+    x, y = torch.arange(22) + 0.5, torch.arange(12) + 0.5
+    for leaf in range(3):
+        columns = torch.arange(22)
+        inside = (columns >= spans[leaf, :, :1]) & (columns < spans[leaf, :, 1:])  # [H, W]
+        needed = torch.zeros(12, 22, dtype=torch.bool)
+        for k in ((owner == leaf) & (extents[:, 0] > 0)).nonzero().flatten().tolist():
+            in_x, in_y = (x - means2d[k, 0]).abs() <= extents[k, 0], (y - means2d[k, 1]).abs() <= extents[k, 1]
+            needed |= in_y[:, None] & in_x
+        assert bool((inside | ~needed).all())
+        assert int(inside.sum()) <= 4 * int(needed.sum()) and (leaf != 1 or not inside.any())
+    with pytest.raises(ValueError, match="owner"):
+        cuda.splat_spans(means2d, extents, owner + 1, 3, 22, 12)
