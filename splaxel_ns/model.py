@@ -33,11 +33,12 @@ from splaxel_ns.metrics import ImageMetrics
 from splaxel_ns.model_checks import check_config
 from splaxel_ns.model_options import SplaxelModelOptions
 from splaxel_ns.overlay import Overlay
+from splaxel_ns.partition import PartitionTree
 from splaxel_ns.rank_saturation import RankSaturationMasks
 from splaxel_ns.render import Rendered, RenderOptions, render_view, view_info
 from splaxel_ns.saturation import GIB, SaturationMasks
 from splaxel_ns.strategy import RefineReport, SplaxelStrategy, derived_seed
-from splaxel_ns.types import View
+from splaxel_ns.types import View, ViewPlan
 from splaxel_ns.visibility import participants
 
 VIEWER_BACKGROUND = torch.tensor([0.1490, 0.1647, 0.2157])
@@ -49,6 +50,10 @@ class SplaxelModelConfig(SplaxelModelOptions):
     """Configuration of `SplaxelModel`."""
 
     _target: type = field(default_factory=lambda: SplaxelModel)
+
+
+UNSEEN = -1
+"""Instead of a view's partitions: it has not been drawn with these boxes."""
 
 
 def in_viewer() -> bool:
@@ -79,6 +84,7 @@ class SplaxelModel(ComparedGaussians):
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.info: dict[str, Any] = {}
         self.flight: Flight | None = None
+        self.seen = torch.full((self.num_train_data,), UNSEEN, dtype=torch.int32)  # bits of partitions, per view
         self.live_view: LiveView | None = None
         self._for_viewer = False  # a picture is drawn by the main thread for the viewer
         self.crop_box: OrientedBox | None = None
@@ -122,6 +128,8 @@ class SplaxelModel(ComparedGaussians):
                 return []
             partitions = self._partitions(self.activated(), views[0])
         taking_part = participants(views, self.tree, partitions.boxes, float(self.near_plane))
+        if self.training:
+            taking_part = [boxes & self._seen_in(index, boxes) for index, boxes in enumerate(taking_part)]
         if self.prunes and self.training:
             for index, view in enumerate(views):
                 absent = self.saturation.absent(index, view, self.tree)
@@ -129,6 +137,22 @@ class SplaxelModel(ComparedGaussians):
                     absent = [leaf for rank in absent for leaf in self.runs[rank]]
                 taking_part[index] -= set(absent)
         return taking_part
+
+    def _note(self, camera: Cameras, plan: ViewPlan) -> None:
+        """Remember which partitions had something to show in a training view; the same on all ranks."""
+        index = int((camera.metadata or {}).get("cam_idx", -1))
+        if self.training and 0 <= index < len(self.seen):
+            self.seen[index] = sum(1 << leaf for leaf in plan.order)
+
+    def _seen_in(self, index: int, boxes: set[int]) -> set[int]:
+        """The partitions that drew a view at its last visit; where there was none, those whose boxes it meets."""
+        bits = int(self.seen[index]) if index < len(self.seen) else UNSEEN
+        return boxes if bits == UNSEEN else {leaf for leaf in range(self.tree.num_partitions) if bits >> leaf & 1}
+
+    def take_tree(self, tree: PartitionTree) -> None:
+        """Use other boxes from now on; views have not been seen with them."""
+        super().take_tree(tree)
+        self.seen.fill_(UNSEEN)
 
     @property
     def prunes(self) -> bool:
@@ -223,6 +247,7 @@ class SplaxelModel(ComparedGaussians):
         background = self._background_for(camera)
         index = (camera.metadata or {}).get("cam_idx") if self.training and self.prunes else None
         rendered = self.render(view, background, index)
+        self._note(camera, rendered.plan)
         if self.training:
             self.info = view_info(rendered.splats, view, rendered.stats) | {"n_cameras": self.batch_size}
             means2d = rendered.splats.means2d
@@ -241,7 +266,9 @@ class SplaxelModel(ComparedGaussians):
         view, mask = self.view_of(camera), None
         if self.training and self.prunes and index >= 0:
             mask = self.saturation.mask_of(index, view, self.tree)
-        return self.begin_flight(view, index, self.render_options(), mask, everything=not self.training)
+        flight = self.begin_flight(view, index, self.render_options(), mask, everything=not self.training)
+        self._note(camera, flight.plan)
+        return flight
 
     def finish(self, camera: Cameras, flight: Flight | None) -> dict[str, Any]:
         """What `get_outputs` returns, for a view that has begun."""
@@ -425,7 +452,7 @@ class SplaxelModel(ComparedGaussians):
 
     def training_state(self) -> dict[str, Any]:
         """What resuming needs beside the tensors of `state_dict`: plain numbers and tensors."""
-        return super().training_state() | {"saturation": self.saturation.state_dict()}
+        return super().training_state() | {"saturation": self.saturation.state_dict(), "seen": self.seen.clone()}
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
         """Take over `training_state` of the run that is continued; `load_state_dict` comes first.
@@ -434,6 +461,9 @@ class SplaxelModel(ComparedGaussians):
             ValueError: It does not belong to the loaded Gaussians.
         """
         super().load_training_state(state)
+        seen = state.get("seen")  # older checkpoints have none
+        if isinstance(seen, Tensor) and seen.shape == self.seen.shape and seen.dtype == self.seen.dtype:
+            self.seen.copy_(seen)
         if self.prunes and "saturation" in state:
             self.saturation.load_state_dict(state["saturation"])
 
