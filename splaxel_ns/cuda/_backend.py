@@ -32,8 +32,11 @@ _loaded = False
 _failure: RuntimeError | None = None
 
 
-def load() -> Any:
+def load(device: torch.device | None = None) -> Any:
     """Returns `torch.ops.splaxel`, compiling it (under a minute, with a message) if this source was never compiled.
+
+    Args:
+        device: where the op's tensors are; for a GPU its kernels are loaded too (`_gpu_backend`).
 
     Raises:
         RuntimeError: not Linux on x86-64, no C++ compiler, no folder to compile in, or the compilation failed.
@@ -57,6 +60,10 @@ def load() -> Any:
                 _failure = error
                 raise
             _loaded = True
+    if device is not None and device.type == "cuda":
+        from splaxel_ns.cuda import _gpu_backend
+
+        _gpu_backend.load()
     return torch.ops.splaxel
 
 
