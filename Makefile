@@ -1,7 +1,9 @@
 # make demo   trains, evaluates and renders the committed aerial scene on the CPU (STEPS=n shortens it)
 # make test   runs all tests        make lint   ruff and pyright        make clean   removes .venv and outputs
+# make cuda-check   compiles the CUDA kernels (needs nvcc, no GPU); ARCHS="8.0 8.6 8.9 9.0 10.0 12.0" for all releases' architectures
 PYTHON ?= python3
 STEPS ?= 3000
+ARCHS ?= 9.0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -9,7 +11,7 @@ SCENE := tests/data/matrixcity_caliterra/small_city/aerial
 RUN := outputs/demo/splaxel/run
 RECIPE = $(shell grep -v '^\#' configs/caliterra_1r.args)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint cuda-check clean
 
 $(INSTALLED): pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v == (3, 11) else \
@@ -36,6 +38,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+cuda-check:
+	$(PYTHON) .ci/cuda_check.py $(ARCHS)
 
 clean:
 	rm -rf $(VENV) outputs renders *.egg-info
