@@ -2,7 +2,8 @@
 
 A checkpoint is one file, `nerfstudio_models/step-XXXXXXXXX.ckpt`, in nerfstudio's layout (`step`, `pipeline`,
 `optimizers`, `schedulers`, `scalers`) with entries of our own beside it. It holds tensors, numbers, strings, lists,
-tuples and dictionaries only, so that `torch.load(weights_only=True)` reads it.
+tuples and dictionaries only, so that `torch.load(weights_only=True)` reads it. Of several ranks the file holds all but
+what belongs to single Gaussians; that is in the shards which its entry `shards` lists (`shard_files`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import random
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,12 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
+from splaxel_ns.shard_files import check_files, check_manifest, remove_unused, shards_root
+
 FORMAT = "splaxel"
 VERSION = 1
+SHARDED_VERSION = 2
+"""Of a checkpoint whose Gaussians are in shards."""
 REQUIRED = {
     "step": int,
     "pipeline": dict,
@@ -49,12 +56,13 @@ def write_checkpoint(directory: Path, step: int, content: dict[str, Any]) -> Pat
     Args:
         directory: The run's `nerfstudio_models` folder; made if missing.
         step: The last finished step.
-        content: The entries of `REQUIRED`.
+        content: The entries of `REQUIRED`, and `shards` if there are some.
 
     Raises:
         OSError: The folder or the file cannot be written, or the disk is full.
     """
-    checked = plain({"format": FORMAT, "version": VERSION, **content})
+    version = SHARDED_VERSION if "shards" in content else VERSION
+    checked = plain({"format": FORMAT, "version": version, **content})
     directory.mkdir(parents=True, exist_ok=True)
     outside = directory.resolve().parent
     for orphan in outside.glob(f".step-*{_PARTIAL}"):
@@ -62,29 +70,38 @@ def write_checkpoint(directory: Path, step: int, content: dict[str, Any]) -> Pat
     partial = outside / f".step-{step:09d}{_PARTIAL}"
     final = directory / f"step-{step:09d}.ckpt"
     try:
-        with open(partial, "wb") as file:
+        with failed_writes(partial), open(partial, "wb") as file:
             torch.save(checked, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, final)
-    except RuntimeError as error:
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise error.__context__ from None
-        # torch reports a failed write of its archive as a RuntimeError; the cause, where there is one, is the OSError.
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        raise OSError(f"{partial}: {str(cause).splitlines()[0]}") from error
     finally:
         partial.unlink(missing_ok=True)
-    _sync_folder(directory)
+    sync_folder(directory)
     return final
 
 
+@contextmanager
+def failed_writes(path: Path) -> Iterator[None]:
+    """torch reports a failed write of its archive as a RuntimeError: it becomes an OSError that names the file."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        # The cause, where there is one, is the OSError.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"{path}: {str(cause).splitlines()[0]}") from error
+
+
 def remove_others(directory: Path, keep: Path) -> None:
-    """Delete every checkpoint of `directory` but `keep`; files with other names stay."""
+    """Delete every checkpoint of `directory` but `keep`, and their shards; files with other names stay."""
     for step in checkpoint_steps(directory):
         path = directory / f"step-{step:09d}.ckpt"
         if path != keep:
             path.unlink(missing_ok=True)
+    # After the files that name them: a crash in between leaves shards without a checkpoint, not the reverse.
+    remove_unused(directory, checkpoint_steps(directory))
 
 
 def checkpoint_steps(directory: Path) -> list[int]:
@@ -101,17 +118,31 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return directory / f"step-{steps[-1]:09d}.ckpt" if steps else None
 
 
-def load_checkpoint(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
-    """Read a checkpoint, every byte of it verified, without executing code from it.
+def load_checkpoint(path: Path, remedy: str = REMEDY, part: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """Read a checkpoint, every byte of it and of its shards verified, without executing code from it.
 
     Args:
         path: The file.
         remedy: What an error recommends, a sentence.
+        part: Which of how many ranks this is: together they verify everything. Of several ranks none needs all
+            tensors, so they stay on the disk until they are used.
+
+    Returns:
+        The content; what belongs to single Gaussians may be in shards, in the folder `content["shards"]["path"]`.
 
     Raises:
         ValueError: The file is missing, truncated, corrupted, not a splaxel checkpoint, or of another format version.
     """
-    return _read_verified(path, remedy, mapped=False)
+    return _read_verified(path, remedy, mapped=part[1] > 1, part=part)
+
+
+def read_verified_before(path: Path) -> dict[str, Any]:
+    """Read a checkpoint that `verify_for_evaluation` has let pass, without looking through its bytes again.
+
+    Raises:
+        ValueError: As for `load_checkpoint`.
+    """
+    return _read_verified(path, REMEDY, mapped=True, part=None)
 
 
 def verify_for_evaluation(directory: Path, load_step: int | None) -> None:
@@ -146,18 +177,12 @@ def verify_for_evaluation(directory: Path, load_step: int | None) -> None:
     _read_verified(newest, "Move it to another folder to use the one before, if there is one.", mapped=True)
 
 
-def _read_verified(path: Path, remedy: str, mapped: bool) -> dict[str, Any]:
-    """`load_checkpoint`; mapped: large tensors stay on the disk until they are used."""
+def _read_verified(path: Path, remedy: str, mapped: bool, part: tuple[int, int] | None = (0, 1)) -> dict[str, Any]:
+    """`load_checkpoint`; mapped: large tensors stay on the disk until they are used; part None: nothing is verified."""
     if not path.is_file():
         raise ValueError(f"There is no checkpoint {path}.")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            # torch.load does not look at the checksums of the tensors it reads.
-            damaged = archive.testzip()
-    except Exception as error:  # whatever a damaged archive makes zipfile raise
-        raise ValueError(f"{path} is truncated, corrupted or no checkpoint ({_first_line(error)}). {remedy}") from error
-    if damaged is not None:
-        raise ValueError(f"{path} is corrupted: {damaged} does not match its checksum. {remedy}")
+    if part is not None and part[0] == 0:
+        _verify_archive(path, remedy)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # unpickling foreign bytes can raise nearly anything
@@ -166,7 +191,26 @@ def _read_verified(path: Path, remedy: str, mapped: bool) -> dict[str, Any]:
             f"({_first_line(error)}). {remedy}"
         ) from error
     _check_content(path, content, remedy)
+    if "shards" in content:
+        folder = shards_root(path.parent) / content["shards"]["folder"]
+        if part is not None:
+            try:
+                check_files(folder, content["shards"], part)
+            except ValueError as error:
+                raise ValueError(f"{path} is damaged: {error}. {remedy}") from error
+        content["shards"]["path"] = folder
     return content
+
+
+def _verify_archive(path: Path, remedy: str) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch.load does not look at the checksums of the tensors it reads.
+            damaged = archive.testzip()
+    except Exception as error:  # whatever a damaged archive makes zipfile raise
+        raise ValueError(f"{path} is truncated, corrupted or no checkpoint ({_first_line(error)}). {remedy}") from error
+    if damaged is not None:
+        raise ValueError(f"{path} is corrupted: {damaged} does not match its checksum. {remedy}")
 
 
 def load_newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]]:
@@ -194,9 +238,10 @@ def load_newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]]:
 def _check_content(path: Path, content: Any, remedy: str) -> None:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is a checkpoint of another method, not of splaxel. {remedy}")
-    if content.get("version") != VERSION:
+    version = content.get("version")
+    if version not in (VERSION, SHARDED_VERSION) or isinstance(version, bool):
         raise ValueError(
-            f"{path} has checkpoint version {content.get('version')!r}, this splaxel reads version {VERSION}: "
+            f"{path} has checkpoint version {version!r}, this splaxel reads versions {VERSION} and {SHARDED_VERSION}: "
             "use the splaxel that wrote it."
         )
     for name, kind in REQUIRED.items():
@@ -206,6 +251,13 @@ def _check_content(path: Path, content: Any, remedy: str) -> None:
     if not 0 <= content["step"] <= MAX_STEP:
         raise ValueError(f"{path} is damaged: its step is {content['step']}, not from 0 to {MAX_STEP}. {remedy}")
     _check_generators(path, content["generators"], remedy)
+    if (version == SHARDED_VERSION) != ("shards" in content):
+        raise ValueError(f"{path} is damaged: its version is {version} and its list of shards is missing. {remedy}")
+    if "shards" in content:
+        try:
+            check_manifest(content["shards"])
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}. {remedy}") from error
 
 
 def _check_generators(path: Path, states: dict[Any, Any], remedy: str) -> None:
@@ -264,8 +316,8 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
-def _sync_folder(directory: Path) -> None:
-    """Make the new name in `directory` survive a power failure."""
+def sync_folder(directory: Path) -> None:
+    """Make the new names in `directory` survive a power failure."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -9,7 +9,9 @@ Shapes: R ranks.
 from __future__ import annotations
 
 import os
+import platform
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,7 +89,7 @@ class World:
         self.rank = rank
         self.size = size
         self.counters = Counters()
-        self.first_lost: str | None = None
+        self._homes: list[tuple[int, int]] = []  # of each rank, its machine and its process there
 
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
         return self  # models are copied for evaluation; the job is one
@@ -110,13 +112,33 @@ class World:
             yield
         except (RuntimeError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            self.first_lost = what
             raise LostRank(
-                f"Rank {self.rank} of {self.size} lost another rank during {what} ({first}). The job ends; continue "
-                "it from its last checkpoint with --resume auto."
+                f"Rank {self.rank} of {self.size} lost {self._who_has_gone()} while it swapped {what} ({first}). "
+                "The job ends."
             ) from error
         finally:
             self.counters.wait_s += time.perf_counter() - start
+
+    def introduce(self) -> None:
+        """Tell the others where this rank lives, so that they can name it when it has gone."""
+        here = torch.tensor([zlib.crc32(platform.node().encode()), os.getpid()])
+        self._homes = [(int(machine), int(process)) for machine, process in self.gather(here).tolist()]
+
+    def _who_has_gone(self) -> str:
+        """The ranks of this machine whose process has ended; beyond it one cannot see."""
+        if not self._homes:
+            return "another rank"
+        machine = self._homes[self.rank][0]
+        deadline = time.monotonic() + 1.0  # a connection closes before its process is gone
+        while time.monotonic() < deadline:
+            gone = [
+                f"rank {k} (process {pid})" for k, (m, pid) in enumerate(self._homes) if m == machine and _gone(pid)
+            ]
+            if gone:
+                return " and ".join(gone)
+            time.sleep(0.05)
+        others = any(m != machine for m, _ in self._homes)
+        return "a rank on another machine" if others else "another rank, which has closed its connection"
 
     # Collectives
 
@@ -266,6 +288,15 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def _gone(pid: int) -> bool:
+    """Whether a process has ended, though nobody may have taken note of it yet."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except OSError:
+        return True
+
+
 def _join() -> World:
     if not dist.is_available():
         return World()
@@ -274,4 +305,6 @@ def _join() -> World:
         if size == 1:
             return World()
         dist.init_process_group(backend="gloo", rank=rank, world_size=size, timeout=TIMEOUT)
-    return World(dist.get_rank(), dist.get_world_size())
+    joined = World(dist.get_rank(), dist.get_world_size())
+    joined.introduce()
+    return joined

@@ -11,17 +11,19 @@ from splaxel_ns.datamanager import SplaxelDatamanagerConfig
 from splaxel_ns.model import SplaxelModelConfig
 from splaxel_ns.pipeline import SplaxelPipelineConfig
 from splaxel_ns.trainer import SplaxelTrainerConfig
+from splaxel_ns.types import Exchange
 
 NUM_IMAGES = 30_000
 """Length of the recipe in images: the schedules below and in splatfacto's model end with it."""
 
 
-def make_method(name: str, description: str) -> MethodSpecification:
+def make_method(name: str, description: str, exchange: Exchange = "selective") -> MethodSpecification:
     """A method of this package.
 
     Args:
         name: Its subcommand of `ns-train`.
         description: One line for `ns-train --help`.
+        exchange: What several ranks swap for a view.
 
     Returns:
         What nerfstudio's plugin registry takes.
@@ -34,7 +36,9 @@ def make_method(name: str, description: str) -> MethodSpecification:
         steps_per_save=2000,
         max_num_iterations=NUM_IMAGES,
         mixed_precision=False,
-        pipeline=SplaxelPipelineConfig(datamanager=SplaxelDatamanagerConfig(), model=SplaxelModelConfig()),
+        pipeline=SplaxelPipelineConfig(
+            datamanager=SplaxelDatamanagerConfig(), model=SplaxelModelConfig(exchange=exchange)
+        ),
         optimizers={
             "means": {
                 "optimizer": AdamOptimizerConfig(lr=1.6e-4, eps=1e-15),
@@ -69,3 +73,6 @@ def make_method(name: str, description: str) -> MethodSpecification:
 
 
 splaxel = make_method("splaxel", "3D Gaussian Splatting in convex partitions that exchange pixels.")
+splaxel_gaussian = make_method(
+    "splaxel-gaussian", "The baseline beside splaxel: ranks exchange projected Gaussians instead of pixels.", "gaussian"
+)

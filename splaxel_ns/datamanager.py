@@ -265,6 +265,10 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
         self.scheduler.set_participants(participants)
         self._participants = participants
 
+    def utilisation(self, num_partitions: int) -> float:
+        """Mean part of the partitions that have work in a bucket of this epoch (paper, section 4.4)."""
+        return self.scheduler.utilisation(num_partitions)[1]
+
     def next_train_batch(self, step: int, wanted: Callable[[set[int]], bool] | None = None) -> list[TrainView]:
         """Return the step's views: exactly `batch_size`, bucket by bucket.
 

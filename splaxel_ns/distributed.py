@@ -8,6 +8,7 @@ Shapes: R ranks, P partitions, N Gaussians of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 from torch.nn import Parameter
 
-from splaxel_ns import comm
+from splaxel_ns import comm, migration
 from splaxel_ns.exchange import Tag
 from splaxel_ns.flight import Flight, RankRenderer
 from splaxel_ns.partition import PartitionTree
@@ -83,6 +84,8 @@ class DistributedGaussians(PartitionedGaussians):
         """
         if not self.is_shared:
             return
+        if self.config.imbalance > 0 and not self.by_gaussians:
+            self._set_tree(migration.uneven_tree(self.means.detach(), self.tree.num_partitions, self.config.imbalance))
         # Ranks that nerfstudio spawned draw from different generators.
         tree = {name: self.world.from_main(getattr(self.tree, name).clone()) for name in TREE}
         self._set_tree(PartitionTree.from_state_dict(tree))
@@ -103,6 +106,11 @@ class DistributedGaussians(PartitionedGaussians):
         for rank, run in enumerate(self.runs):
             rank_of_leaf[run.start : run.stop] = rank
         return rank_of_leaf[self.tree.locate(means).long()]
+
+    def take_tree(self, tree: PartitionTree) -> None:
+        """Use other boxes from now on; every rank calls this at once, and moves its Gaussians afterwards."""
+        self._set_tree(tree)
+        self.changed()
 
     def changed(self) -> None:
         """Gaussians or boxes may have changed. Every rank calls this at the same moments."""
@@ -151,6 +159,9 @@ class DistributedGaussians(PartitionedGaussians):
         assert self.renderer is not None
         gaussians = self.activated()
         partitions = self._partitions(gaussians, view)
+        if self.crop_box is not None and not self.training:
+            keep = self.crop_box.within(self.means).reshape(-1)  # [N] bool
+            gaussians, partitions = self.activated(keep), replace(partitions, owner=partitions.owner[keep])
         tag = Tag(self.step, index, self.revision)
         return self.renderer.begin(gaussians, view, partitions, self.runs, options, tag, mask, everything)
 
@@ -159,7 +170,31 @@ class DistributedGaussians(PartitionedGaussians):
         return not self.is_shared or self.by_gaussians or not participants.isdisjoint(self.runs[self.world.rank])
 
     def say_shares(self) -> None:
-        """Print who holds what."""
+        """Print who holds what; every rank calls this at once."""
         counts = self.count()
         shown = ", ".join(f"{count:,}" for count in counts)
         CONSOLE.print(f"{len(counts)} ranks hold {shown} Gaussians; exchange {self.config.exchange}.")
+
+    def keep_in_place(self, optimizers: Mapping[str, torch.optim.Optimizer], images: int, refined: bool) -> None:
+        """After a step: Gaussians move to the rank they are in, and space is cut anew where a rank has too many.
+
+        Args:
+            optimizers: Those of the Gaussians, by parameter.
+            images: Seen so far, after the step.
+            refined: Whether the step grew or pruned.
+        """
+        if not self.is_shared:
+            return
+        self.changed()
+        config, before = self.config, images - self.batch_size
+        if self.by_gaussians:
+            if refined:
+                self.count()
+            return
+        if images // config.balance_every != before // config.balance_every:
+            done = migration.rebalance(self, optimizers)
+            if done is not None:
+                CONSOLE.print(f"After {images} images: {done}.")
+                return
+        if refined or images // config.migrate_every != before // config.migrate_every:
+            migration.migrate(self, optimizers)

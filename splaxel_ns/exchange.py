@@ -17,7 +17,7 @@ from torch import Tensor
 
 from splaxel_ns.comm import Disagreement, Pending, World
 from splaxel_ns.compositing import compose
-from splaxel_ns.cuda.saturation import unpack_bits
+from splaxel_ns.cuda.saturation import pack_bits, unpack_bits
 from splaxel_ns.cuda.splats import SSIM_WINDOW, LossShare
 from splaxel_ns.saturation import ViewMask
 from splaxel_ns.types import PartialImages, ViewPlan
@@ -36,6 +36,7 @@ class RankRegions:
     needs: Tensor  # [R, H, 2] int32, what each rank needs composed
     width: int
     saturated: Tensor | None = None  # [R, H, ceil(W / 8)] uint8, pixels that a rank leaves out, as in `ViewPlan`
+    needed: Tensor | None = None  # [R, H, ceil(W / 8)] uint8, what of `needs` is left then
 
     @property
     def height(self) -> int:
@@ -45,12 +46,34 @@ class RankRegions:
     def stream(self, source: int, target: int) -> Tensor:
         """Pixels [M] int64 (row by row, y W + x) that `source` sends `target`."""
         pixels = pixels_of(intersection(self.spans[source], self.needs[target]), self.width)
-        if self.saturated is None or not bool(self.saturated[source].any()):
+        if self.saturated is None or self.needed is None:
             return pixels
+        sent = (self.needed[target] & ~self.saturated[source]).flatten()
         y = torch.div(pixels, self.width, rounding_mode="floor")
         x = pixels - y * self.width
-        octets = self.saturated[source].flatten()[y * self.saturated.shape[2] + torch.div(x, 8, rounding_mode="floor")]
-        return pixels[(octets >> (x % 8).to(torch.uint8)) & 1 == 0]
+        octets = sent[y * self.saturated.shape[2] + torch.div(x, 8, rounding_mode="floor")]
+        return pixels[(octets >> (x % 8).to(torch.uint8)) & 1 == 1]
+
+    def drawn_by(self, rank: int) -> Tensor:
+        """The pixels [H, W] bool that `rank` draws, if it is one of `order`."""
+        drawn = covered(self.spans[rank], self.width)
+        return drawn if self.saturated is None else drawn & ~unpack_bits(self.saturated[rank], self.width)
+
+    def lowest_drawing(self, reach: int = 0) -> Tensor:
+        """The lowest-numbered rank that draws something at most `reach` pixels away on each axis from a pixel.
+
+        Returns:
+            [H, W] uint8, `NOBODY` where there is none.
+        """
+        if self.saturated is None:
+            drawn = torch.zeros_like(self.spans)
+            drawn[list(self.order)] = self.spans[list(self.order)]
+            return lowest_covering(dilated(drawn, reach, self.width) if reach else drawn, self.width)
+        label = torch.full((self.height, self.width), NOBODY, dtype=torch.uint8)
+        for rank in sorted(self.order, reverse=True):
+            drawn = self.drawn_by(rank)
+            label.masked_fill_(unpack_bits(grown(pack_bits(drawn), reach), self.width) if reach else drawn, rank)
+        return label
 
     def without(self, mask: ViewMask) -> RankRegions:
         """The regions less the saturated pixels of a mask whose partitions are ranks.
@@ -59,6 +82,7 @@ class RankRegions:
         """
         saturated = mask.bits_of(tuple(range(len(self.spans))))
         spans, needs = self.spans.clone(), self.needs.clone()
+        needed = torch.full_like(saturated, 255)
         x = torch.arange(self.width, dtype=torch.int32)
         for rank in mask.partitions:
             kept = covered(spans[rank], self.width) & ~unpack_bits(saturated[rank], self.width)
@@ -67,8 +91,9 @@ class RankRegions:
             stop = torch.where(some, torch.where(kept, x + 1, 0).amax(dim=1), 0)
             spans[rank] = torch.stack([start, stop], dim=-1)
             needs[rank] = intersection(needs[rank], dilated(spans[rank], HALO, self.width))
+            needed[rank] = grown(pack_bits(kept), HALO)
         order = tuple(rank for rank in self.order if rank not in mask.absent)
-        return RankRegions(order, spans, needs, self.width, saturated)
+        return RankRegions(order, spans, needs, self.width, saturated, needed)
 
     def active(self, rank: int) -> bool:
         """Whether this rank draws or needs anything of the view."""
@@ -131,6 +156,22 @@ def dilated(spans: Tensor, reach: int, width: int) -> Tensor:
     start, stop = (-spread(-start)).clamp_min(0).int(), spread(stop).clamp_max(width).int()
     some = stop > start
     return torch.stack([torch.where(some, start, 0), torch.where(some, stop, 0)], dim=-1)
+
+
+def grown(bits: Tensor, reach: int) -> Tensor:
+    """All pixels at most `reach` away on each axis from those of [..., H, B] uint8; bits beyond W may be set too."""
+    done = 0
+    while done < reach:
+        step = min(done + 1, reach - done, 7)  # leaves no gap at the border, and shifts by less than a byte
+        to_right, to_left = bits << step, bits >> step
+        to_right[..., 1:] |= bits[..., :-1] >> 8 - step
+        to_left[..., :-1] |= bits[..., 1:] << 8 - step
+        bits = bits | to_right | to_left
+        spread = bits.clone()
+        spread[..., step:, :] |= bits[..., :-step, :]
+        spread[..., :-step, :] |= bits[..., step:, :]
+        bits, done = spread, done + step
+    return bits
 
 
 def whole(height: int, width: int) -> Tensor:
@@ -315,11 +356,9 @@ def loss_share(regions: RankRegions, rank: int, crop: Crop) -> LossShare:
     """
     border = SSIM_WINDOW // 2
     rest = counts_rest(regions)
-    drawn = torch.zeros_like(regions.spans)
-    drawn[list(regions.order)] = regions.spans[list(regions.order)]
     labels = []
     for reach in (0, border):
-        label = lowest_covering(dilated(drawn, reach, regions.width) if reach else drawn, regions.width)
+        label = regions.lowest_drawing(reach)
         labels.append(crop.of(torch.where(label == NOBODY, rest, label)) == rank)
     pixels, centers = (label.float() for label in labels)
     return LossShare(
@@ -335,7 +374,6 @@ def counts_rest(regions: RankRegions) -> int:
 def crop_for(regions: RankRegions, rank: int) -> Crop | None:
     """The rectangle in which `rank` composes; the whole image where it counts pixels that nobody draws."""
     if rank == counts_rest(regions):
-        drawn = [regions.spans[other] for other in regions.order]
-        if not drawn or not bool((lowest_covering(torch.stack(drawn), regions.width) != NOBODY).all()):
+        if bool((regions.lowest_drawing() == NOBODY).any()):
             return Crop(0, regions.height, 0, regions.width)
     return bounding(regions.needs[rank])

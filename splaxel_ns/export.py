@@ -28,6 +28,7 @@ from splaxel_ns.checkpoint import load_checkpoint, newest_checkpoint
 from splaxel_ns.dataparsers.normalise import WorldFrame
 from splaxel_ns.model import SplaxelModel
 from splaxel_ns.pipeline import SplaxelPipeline, SplaxelPipelineConfig
+from splaxel_ns.shards import with_gaussians
 
 CHUNK = 1 << 16
 """Gaussians converted and written at a time: bounds the memory beside the model itself."""
@@ -90,7 +91,7 @@ def load_run(path: Path) -> tuple[SplaxelPipeline, Path, int]:
         raise ValueError(f"{path} makes a {type(pipeline).__name__}, not a model of splaxel: use ns-export")
     pipeline.eval()
     try:
-        pipeline.load_pipeline(loaded["pipeline"], loaded["step"])
+        pipeline.load_pipeline(with_gaussians(loaded), loaded["step"])
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from error
     return pipeline, checkpoint, loaded["step"]

@@ -62,6 +62,8 @@ class Flight:
     crop: Crop | None  # in which this rank composes; None: it has no part in the picture
     options: RenderOptions
     everything: bool
+    mask: ViewMask | None  # what of it the ranks leave out
+    spans: Tensor  # [R, H, 2] int32, what each rank would draw without the mask
     splats: Splats | None = None  # of this rank's Gaussians, with their graph
     cut: Splats | None = None  # the same, where the pixels' graph ends
     visitors: Visitors | None = None
@@ -85,6 +87,10 @@ class Times:
     render: float = 0.0
     compose: float = 0.0
     backward: float = 0.0
+    active_pixels: int = 0
+    """Pixels of the regions that this rank drew."""
+    views: int = 0
+    """Views that it drew a part of."""
 
 
 class RankRenderer:
@@ -103,7 +109,17 @@ class RankRenderer:
         self.exchange = exchange
         self.half = half
         self.times = Times()
-        self.active_pixels = 0
+
+    def take_numbers(self) -> dict[str, float]:
+        """`times` since the last call, by name."""
+        taken, self.times = self.times, Times()
+        return {
+            "render_s": taken.render,
+            "compose_s": taken.compose,
+            "backward_s": taken.backward,
+            "active_pixels": taken.active_pixels,
+            "participants": taken.views,
+        }
 
     def gather_boxes(self, boxes: ContentBoxes, runs: list[range]) -> ContentBoxes:
         """The content boxes of all partitions from each rank's own. Every rank calls this at the same moment.
@@ -168,6 +184,9 @@ class RankRenderer:
             if plan.order:
                 partials, flight.stats = draw_partials(flight.drawn, means, owner, view, tree, plan, options)
                 flight.own = merged(partials)
+            spans = flight.regions.spans[self.world.rank]
+            self.times.active_pixels += int((spans[:, 1] - spans[:, 0]).sum())
+            self.times.views += 1
         self.times.render += perf_counter() - start
         if self.exchange != "gaussian" or everything:
             flight.pending, flight.streams = send_pixels(
@@ -276,10 +295,11 @@ class RankRenderer:
                 rank_of = {leaf: other for other, run in enumerate(runs) for leaf in run}
                 order = tuple(dict.fromkeys(rank_of[leaf] for leaf in partitions.tree.order(view.cam_center.detach())))
                 regions = RankRegions(order, full, full, view.width)
+        spans = regions.spans
         if mask is not None:
             regions = regions.without(mask)
         crop = crop_for(regions, rank)
-        return Flight(view, plan, regions, tag, crop, options, everything)
+        return Flight(view, plan, regions, tag, crop, options, everything, mask, spans)
 
     def _to_draw(self, flight: Flight, tree: PartitionTree, runs: list[range]) -> tuple[ViewPlan, PartitionTree]:
         """What of the plan falls to this rank."""

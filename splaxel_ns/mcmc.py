@@ -9,17 +9,18 @@ Shapes: N Gaussians, M of them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from gsplat.strategy import MCMCStrategy
-from gsplat.strategy.ops import _update_param_with_optimizer
+from gsplat.strategy.ops import _update_param_with_optimizer, remove
 from gsplat.utils import normalized_quat_to_rotmat
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import normalize
 
+from splaxel_ns.comm import World
 from splaxel_ns.strategy import RefineReport, crosses, derived_seed
 
 if TYPE_CHECKING:
@@ -58,10 +59,11 @@ class SplaxelMCMCStrategy(MCMCStrategy):
     absgrad: bool = False
     """Image-plane gradients are not used."""
     uses_grad: bool = False
+    world: World = field(default_factory=World)
 
     @classmethod
-    def of(cls, config: SplaxelModelConfig) -> SplaxelMCMCStrategy:
-        """The strategy a model's configuration asks for."""
+    def of(cls, config: SplaxelModelConfig, world: World) -> SplaxelMCMCStrategy:
+        """The strategy a model's configuration asks for, for one of the ranks of `world`."""
         caps = [cap for cap in (config.max_gs_num, config.max_gaussians) if cap > 0]
         return cls(
             cap_max=min(caps, default=2**62),
@@ -71,6 +73,7 @@ class SplaxelMCMCStrategy(MCMCStrategy):
             refine_every=config.refine_every,
             min_opacity=config.mcmc_min_opacity,
             seed=config.seed,
+            world=world,
         )
 
     def initialize_state(self, scene_scale: float = 1.0) -> dict[str, Any]:
@@ -107,20 +110,57 @@ class SplaxelMCMCStrategy(MCMCStrategy):
         report = None
         due = crosses(step, batch_size, self.refine_every)
         if step > 0 and self.refine_start_iter < images < self.refine_stop_iter and due:
-            generator = torch.Generator().manual_seed(derived_seed(self.seed, images))
             report = McmcReport(images, refined=True)
-            report.num_relocated = self._relocate_gs(params, optimizers, generator)
-            report.num_added = self._add_new_gs(params, optimizers, generator)
-            report.num_gaussians = len(params["means"])
+            if self.world.size > 1:
+                self._refine_together(params, optimizers, report)
+            else:
+                generator = torch.Generator().manual_seed(derived_seed(self.seed, images))
+                report.num_relocated = self._relocate_gs(params, optimizers, generator)
+                report.num_added = self._add_new_gs(params, optimizers, generator)
+                report.num_gaussians = len(params["means"])
         scale = optimizers["means"].param_groups[0]["lr"] * self.noise_lr
-        add_position_noise(params, scale, self.seed, step)
+        seed = self.seed if self.world.size == 1 else derived_seed(self.seed, self.world.rank)
+        add_position_noise(params, scale, seed, step)
         return report
 
-    def _relocate_gs(self, params: Any, optimizers: Any, generator: torch.Generator) -> int:
-        """Move what is transparent or not finite onto others, drawn by opacity, if there are any."""
+    def _refine_together(self, params: Any, optimizers: Any, report: McmcReport) -> None:
+        """Share relocations and additions out among the ranks by their opacity mass; the total is that of one rank.
+
+        A transparent Gaussian whose new place is on another rank is removed here and added there.
+        """
+        rank, images = self.world.rank, report.images
         opacities, sound = _opacities(params)
         alive = sound & (opacities > self.min_opacity)
-        dead = (~alive).nonzero()[:, 0]  # [M]
+        mass = [float(torch.where(which, opacities, 0.0).double().sum()) for which in (alive, sound)]
+        own = torch.tensor([float((~alive).sum()), *mass, float(len(alive))], dtype=torch.float64)
+        dead, alive_mass, all_mass, nums = self.world.gather(own, "strategy").unbind(dim=1)  # each [R]
+        shared = torch.Generator().manual_seed(derived_seed(self.seed, images))  # the same draws on all ranks
+        total, num_dead = int(nums.sum()), int(dead.sum()) if bool((alive_mass > 0).any()) else 0
+        num_new = max(0, min(self.cap_max, int(GROWTH * total)) - total) if bool((all_mass > 0).any()) else 0
+        places, additions = (
+            torch.bincount(draw(weights, num, shared), minlength=self.world.size).tolist() if num else [0] * len(nums)
+            for weights, num in ((alive_mass, num_dead), (all_mass, num_new))
+        )
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, images, rank))
+        here = min(int(dead[rank]), places[rank])
+        if num_dead:
+            self._relocate_gs(params, optimizers, generator, here)
+            surplus = int(dead[rank]) - here
+            if surplus:
+                opacities, sound = _opacities(params)
+                gone = torch.zeros_like(sound)
+                gone[(~(sound & (opacities > self.min_opacity))).nonzero()[:surplus, 0]] = True
+                remove(params=params, optimizers=optimizers, state={}, mask=gone)
+            self._add_new_gs(params, optimizers, generator, places[rank] - here)
+        self._add_new_gs(params, optimizers, generator, additions[rank])
+        report.num_relocated, report.num_added = num_dead, num_new
+        report.num_gaussians = total + num_new
+
+    def _relocate_gs(self, params: Any, optimizers: Any, generator: torch.Generator, num: int | None = None) -> int:
+        """Move what is transparent or not finite (the first `num`) onto others, drawn by opacity, if there are any."""
+        opacities, sound = _opacities(params)
+        alive = sound & (opacities > self.min_opacity)
+        dead = (~alive).nonzero()[:num, 0]  # [M]
         if len(dead) == 0 or not bool(alive.any()):
             return 0
         sources = draw(torch.where(alive, opacities, 0.0), len(dead), generator)  # [M]
@@ -141,10 +181,11 @@ class SplaxelMCMCStrategy(MCMCStrategy):
         self._replace(params, optimizers, sources, moved, without_moments)
         return len(dead)
 
-    def _add_new_gs(self, params: Any, optimizers: Any, generator: torch.Generator) -> int:
-        """Add 5 %, up to the cap, on Gaussians drawn by opacity."""
+    def _add_new_gs(self, params: Any, optimizers: Any, generator: torch.Generator, num_new: int | None = None) -> int:
+        """Add so many (None: 5 %, up to the cap) on Gaussians drawn by opacity."""
         num = len(params["means"])
-        num_new = max(0, min(self.cap_max, int(GROWTH * num)) - num)
+        if num_new is None:
+            num_new = max(0, min(self.cap_max, int(GROWTH * num)) - num)
         opacities, sound = _opacities(params)
         weights = torch.where(sound, opacities, 0.0)
         if num_new == 0 or not bool((weights > 0).any()):

@@ -16,13 +16,16 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
 from nerfstudio.model_components.lib_bilagrid import BilateralGrid, total_variation_loss
+from nerfstudio.model_components.lib_bilagrid import slice as slice_grid
 from nerfstudio.utils.colors import get_color
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.markup import escape
 from torch import Tensor
+from torch.func import functional_call
 
 from splaxel_ns import cameras as camera_views
 from splaxel_ns import loss
+from splaxel_ns.agreement import LiveView
 from splaxel_ns.compositing import expected_depth
 from splaxel_ns.distributed import DistributedGaussians
 from splaxel_ns.flight import Flight
@@ -31,6 +34,7 @@ from splaxel_ns.metrics import ImageMetrics
 from splaxel_ns.model_checks import check_config
 from splaxel_ns.model_options import SplaxelModelOptions
 from splaxel_ns.overlay import Overlay
+from splaxel_ns.rank_saturation import RankSaturationMasks
 from splaxel_ns.render import Rendered, RenderOptions, render_view, view_info
 from splaxel_ns.saturation import GIB, SaturationMasks
 from splaxel_ns.strategy import RefineReport, SplaxelStrategy, crosses, derived_seed
@@ -81,6 +85,8 @@ class SplaxelModel(DistributedGaussians):
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.info: dict[str, Any] = {}
         self.flight: Flight | None = None
+        self.live_view: LiveView | None = None
+        self._for_viewer = False  # a picture is drawn by the main thread for the viewer
         self.crop_box: OrientedBox | None = None
         self.shown_partition: int | None = None
         self.overlay: Overlay | None = None
@@ -96,12 +102,13 @@ class SplaxelModel(DistributedGaussians):
             grid_x, grid_y, grid_w = config.grid_shape
             self.bil_grids = BilateralGrid(self.num_train_data, grid_X=grid_x, grid_Y=grid_y, grid_W=grid_w)
         self.strategy: Any = (
-            SplaxelMCMCStrategy.of(config)
+            SplaxelMCMCStrategy.of(config, self.world)
             if config.strategy == "mcmc"
-            else SplaxelStrategy.of(config, self.num_train_data)
+            else SplaxelStrategy.of(config, self.num_train_data, self.world)
         )
         self.strategy_state = self.strategy.initialize_state(scene_scale=1.0)
-        self.saturation = SaturationMasks(config.saturation_threshold, int(config.saturation_gib * GIB))
+        eps, limit = config.saturation_threshold, int(config.saturation_gib * GIB)
+        self.saturation = RankSaturationMasks(eps, limit, self.world) if self.is_shared else SaturationMasks(eps, limit)
         if config.saturation and self.partitions_wanted() > 1 and config.camera_optimizer.mode != "off":
             CONSOLE.print("Saturated pixels are drawn all the same: the camera optimiser moves the poses every step.")
 
@@ -123,18 +130,24 @@ class SplaxelModel(DistributedGaussians):
         taking_part = participants(views, self.tree, partitions.boxes, float(self.near_plane))
         if self.prunes and self.training:
             for index, view in enumerate(views):
-                taking_part[index] -= set(self.saturation.absent(index, view, self.tree))
+                absent = self.saturation.absent(index, view, self.tree)
+                if self.is_shared:  # they are ranks
+                    absent = [leaf for rank in absent for leaf in self.runs[rank]]
+                taking_part[index] -= set(absent)
         return taking_part
 
     @property
     def prunes(self) -> bool:
         """Whether saturated pixels are left out of training. Masks belong to poses, which a camera optimiser moves."""
-        if self.is_shared:
+        if self.is_shared and self.config.exchange not in ("selective", "owner"):
             return False
         return self.config.saturation and self.tree.num_partitions > 1 and self.config.camera_optimizer.mode == "off"
 
     def take_saturation_snapshot(self, new_epoch: bool) -> None:
-        """Put in force which pixels were found saturated, if a new epoch begins or this one is long."""
+        """Put in force which pixels were found saturated, if a new epoch begins or this one is long.
+
+        Every rank calls this at the same moments.
+        """
         if self.prunes and (new_epoch or self.saturation.snapshot_due(self.images, self.config.saturation_every)):
             self.saturation.take_snapshot(self.images)
 
@@ -245,7 +258,10 @@ class SplaxelModel(DistributedGaussians):
         if not self.is_shared:
             return None
         index = int((camera.metadata or {}).get("cam_idx", -1))
-        return self.begin_flight(self.view_of(camera), index, self.render_options(), everything=not self.training)
+        view, mask = self.view_of(camera), None
+        if self.training and self.prunes and index >= 0:
+            mask = self.saturation.mask_of(index, view, self.tree)
+        return self.begin_flight(view, index, self.render_options(), mask, everything=not self.training)
 
     def finish(self, camera: Cameras, flight: Flight | None) -> dict[str, Any]:
         """What `get_outputs` returns, for a view that has begun."""
@@ -254,20 +270,52 @@ class SplaxelModel(DistributedGaussians):
         background = self._background_for(camera)
         canvas = self.renderer.finish(flight, background)
         self.flight = flight if self.training else None
+        if isinstance(self.saturation, RankSaturationMasks) and self._finds_saturation(flight):
+            self.saturation.update_together(flight.tag.view, flight, canvas, self.tree, self.runs)
         if canvas is None:
             return {}
         outputs = self._outputs(canvas.rgb, canvas.alpha, canvas.depth, background)
         if self.training:
-            outputs |= {"crop": canvas.crop, "share": flight.share(self.world.rank)}
+            share = flight.share(self.world.rank)
+            outputs |= {"crop": canvas.crop, "share": share}
+            if self.config.use_bilateral_grid:
+                # Every pixel's part of the grid's gradient is counted by one rank, that of the colour by all that
+                # draw it.
+                rgb = outputs["rgb"]
+                alike = self._in_colors_of(camera, rgb, flight, self.bil_grids.grids.detach())
+                counted = self._in_colors_of(camera, rgb.detach(), flight, self.bil_grids.grids)
+                outputs["rgb"] = alike + share.pixels[..., None] * (counted - counted.detach())
         return outputs
 
-    def _in_colors_of(self, camera: Cameras, rgb: Tensor) -> Tensor:
-        """A training view [H, W, 3] as its photograph's camera would have developed it: through its bilateral grid."""
+    def _finds_saturation(self, flight: Flight) -> bool:
+        return self.training and self.prunes and not flight.everything and flight.tag.view >= 0
+
+    def _in_colors_of(
+        self, camera: Cameras, rgb: Tensor, flight: Flight | None = None, grids: Tensor | None = None
+    ) -> Tensor:
+        """A training view as its photograph's camera would have developed it: through its bilateral grid.
+
+        Args:
+            camera: The view's.
+            rgb: The picture, or the crop of it that a flight composed.  # [H, W, 3] or [h, w, 3]
+            flight: Of a view that several ranks draw.
+            grids: Values to use instead of the grids' own.
+        """
         index = (camera.metadata or {}).get("cam_idx")
         if index is None:
             return rgb
         height, width = rgb.shape[:2]
-        return self._apply_bilateral_grid(rgb[None], int(index), height, width)[0]
+        if flight is None or flight.crop is None:
+            return self._apply_bilateral_grid(rgb[None], int(index), height, width)[0]
+        y = flight.crop.of(torch.linspace(0, 1, flight.view.height)[:, None].expand(-1, flight.view.width))
+        x = flight.crop.of(torch.linspace(0, 1, flight.view.width).expand(flight.view.height, -1))
+        values = {"grids": self.bil_grids.grids if grids is None else grids}
+
+        def colors_of(*args: Tensor) -> Tensor:
+            return functional_call(self.bil_grids, values, args)
+
+        xy, chosen = torch.stack([x, y], dim=-1)[None], torch.tensor(int(index))
+        return slice_grid(colors_of, xy, rgb[None], chosen)["rgb"][0]
 
     def _outputs(self, rgb: Tensor, alpha: Tensor, depth: Tensor, background: Tensor) -> dict[str, Any]:
         depth_image = None
@@ -286,7 +334,7 @@ class SplaxelModel(DistributedGaussians):
         if self.config.background_color != "random":
             return get_color(self.config.background_color)
         if not self.training:
-            return self.background_color if in_viewer() else VIEWER_BACKGROUND
+            return self.background_color if in_viewer() or self._for_viewer else VIEWER_BACKGROUND
         index = int((camera.metadata or {}).get("cam_idx", 0))
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, self.step, index))
         return torch.rand(3, generator=generator)
@@ -314,6 +362,9 @@ class SplaxelModel(DistributedGaussians):
         except ValueError as error:  # raised, it would end the viewer's thread
             self._say_once("lens", f"[yellow]{escape(str(error))}")
             return self._outputs(empty[..., None].expand(-1, -1, 3), empty, empty, black)
+        if self.is_shared:
+            outputs = None if self.live_view is None else self.live_view.ask(camera, self.crop_box)
+            return self._outputs(empty[..., None].expand(-1, -1, 3), empty, empty, black) if not outputs else outputs
         shown = self.shown_partition
         if self.overlay is not None:
             rendered = self.render(view, self._background_for(camera))
@@ -328,6 +379,17 @@ class SplaxelModel(DistributedGaussians):
         partials = rendered.partials
         alpha = 1.0 - partials.transmittances[index]
         return self._outputs(partials.colors[index], alpha, partials.depths[index], black)
+
+    def draw_for_viewer(self, camera: Cameras, crop: OrientedBox | None) -> dict[str, Any]:
+        """Several ranks: draw a picture together that the viewer of rank 0 asked for; all call this at once."""
+        self.set_crop(crop)
+        self._for_viewer = True
+        try:
+            with torch.no_grad():
+                return self.get_outputs(camera)
+        finally:
+            self._for_viewer = False
+            self.set_crop(None)
 
     # Loss and metrics
 
@@ -447,7 +509,7 @@ class SplaxelModel(DistributedGaussians):
         ]
 
     def _report_saturation(self, step: int) -> None:
-        if self.prunes:
+        if self.prunes and self.world.is_main:
             CONSOLE.print(self.saturation.summary())
 
     def after_backward(self, camera: Cameras | None = None) -> None:
@@ -480,7 +542,7 @@ class SplaxelModel(DistributedGaussians):
             CONSOLE.print(f"Refinement after {report}")
             if report.opacities_reset:  # nothing is opaque any more
                 self.saturation.drop()
-        self.changed()
+        self.keep_in_place(by_name, (step + 1) * self.batch_size, report is not None)
         return report
 
     def training_state(self) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class SplaxelModelOptions(SplatfactoModelConfig):
     """Several ranks: every so many images space is cut anew if one rank has too many Gaussians."""
     max_imbalance: float = 0.2
     """Several ranks: how many more than the mean one may have, as a share of it (paper, section 8.1)."""
+    imbalance: float = 0.0
+    """Several ranks: start with boxes of which the last holds that much more than its share, to see them balanced."""
     in_flight: int = 2
     """Several ranks: views that are drawn before the first of them must be composed; while the pixels of one travel,
     the next is drawn."""
@@ -55,7 +57,8 @@ class SplaxelModelOptions(SplatfactoModelConfig):
     """mcmc: weight of the mean scale in the loss."""
     saturation: bool = True
     """Leave out of a training view what lies behind partitions that are opaque there (paper, section 4.3), from the
-    epoch after it was found. With one partition, or a camera optimiser, there is nothing to leave out."""
+    epoch after it was found. With one partition, or a camera optimiser, there is nothing to leave out. Several ranks:
+    what lies behind ranks that are opaque there, and with exchange selective only."""
     saturation_threshold: float = 1e-4
     """saturation: what so little light reaches is saturated."""
     saturation_every: int = 0

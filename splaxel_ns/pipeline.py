@@ -21,8 +21,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.cuda.amp.grad_scaler import GradScaler
 
-from splaxel_ns.checkpoint import MAX_STEP, verify_for_evaluation
+from splaxel_ns.checkpoint import MAX_STEP, read_verified_before, verify_for_evaluation
 from splaxel_ns.cuda import _backend
+from splaxel_ns.gaussian_rows import GAUSSIANS
+from splaxel_ns.shards import read_rows
+from splaxel_ns.stats import StepStats
 from splaxel_ns.viewer_panel import PartitionPanel
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ class SplaxelPipelineConfig(VanillaPipelineConfig):
     """Configuration of `SplaxelPipeline`."""
 
     _target: type = field(default_factory=lambda: SplaxelPipeline)
+    stats_file: Path | None = None
+    """JSON lines about every step and rank: bytes by kind, messages, times, pixels. They are appended."""
 
     # Not a field: no option, and no part of config.yml.
     _to_be_loaded = None
@@ -45,6 +50,21 @@ class SplaxelPipelineConfig(VanillaPipelineConfig):
     def expect_checkpoint(self, directory: Path, load_step: int | None) -> None:
         """Take note of where an evaluation will load its checkpoint from: this folder's newest, or that of a step."""
         self._to_be_loaded = (directory, load_step)
+
+    def gaussians_of(self, step: int) -> dict[str, Tensor]:
+        """The Gaussians of the checkpoint that an evaluation loads, which `eval_setup` does not find: they are in
+        shards.
+
+        Raises:
+            ValueError: It is not known where the checkpoint lies, or a shard cannot be read.
+        """
+        if self._to_be_loaded is None:
+            raise ValueError("The checkpoint's Gaussians are in shards: load it by the config.yml of its run.")
+        path = self._to_be_loaded[0] / f"step-{step:09d}.ckpt"
+        content = read_verified_before(path)
+        if "shards" not in content:
+            raise ValueError(f"{path} is not one of splaxel: it holds no Gaussians.")
+        return read_rows(content["shards"], prefix=GAUSSIANS)
 
     def setup(self, **kwargs: Any) -> SplaxelPipeline:
         """Build the pipeline; to evaluate, only if the checkpoint that `eval_setup` loads into it next is sound.
@@ -98,6 +118,7 @@ class SplaxelPipeline(VanillaPipeline):
         self.model.set_training_views(self.datamanager.train_dataset.cameras, self.datamanager.config.batch_size)
         self.model.keep_own_share()
         self.partitions = PartitionPanel(self.model)
+        self.stats = StepStats(self.model, config.stats_file)
         self._protocol_printed = False
 
     @property
@@ -154,7 +175,10 @@ class SplaxelPipeline(VanillaPipeline):
             loss = torch.stack([torch.as_tensor(term) for term in loss_dict.values()]).sum()
             self._require_finite(loss, loss_dict, step, batch)
             if loss.requires_grad:  # a view without a single Gaussian has no graph
+                start = perf_counter()
                 (loss / num_views).backward()
+                if self.model.renderer is not None:
+                    self.model.renderer.times.backward += perf_counter() - start
             result = {"loss": loss.detach()} | {f"loss {name}": term for name, term in loss_dict.items()} | metrics_dict
         self.model.after_backward(camera)
         return _detached(result)
@@ -186,13 +210,14 @@ class SplaxelPipeline(VanillaPipeline):
         extra = [torch.as_tensor(term).detach().float() for term in regularizers.values()]
         table = world.sum(torch.cat([torch.stack(rows).flatten(), *[value.reshape(1) for value in extra]]))
         summed = dict(zip(regularizers, table[2 * len(rows) :], strict=True))
+        shared = {"gaussian_count": float(model.num_total)} | (model.saturation.metrics() if model.prunes else {})
         results = []
         for main_loss, squared_error in table[: 2 * len(rows)].view(-1, 2):
             result = {"loss": main_loss + sum(summed.values()), "loss main_loss": main_loss}
             result |= {f"loss {name}": value for name, value in summed.items()}
             if squared_error > 0:
                 result["psnr"] = -10.0 * torch.log10(squared_error)
-            results.append(result | {"gaussian_count": torch.tensor(float(model.num_total))})
+            results.append(result | {name: torch.tensor(value) for name, value in shared.items()})
         return results
 
     def _require_finite(self, loss: Tensor, terms: dict[str, Tensor], step: int, batch: dict[str, Any]) -> None:
@@ -319,7 +344,7 @@ class SplaxelPipeline(VanillaPipeline):
         """Fill the model from a checkpoint's `pipeline` entry.
 
         Args:
-            loaded_state: Tensors by name.
+            loaded_state: Tensors by name; without Gaussians if those are in shards.
             step: The last step of that run.
 
         Raises:
@@ -329,6 +354,9 @@ class SplaxelPipeline(VanillaPipeline):
         model_state = {key.removeprefix("_model."): value for key, value in state.items() if key.startswith("_model.")}
         if not model_state:
             raise ValueError("The checkpoint is not one of splaxel: it holds no model.")
+        if not any(key.startswith(GAUSSIANS) for key in state) and "tree_axis" in model_state:
+            rows = self.config.gaussians_of(step)
+            model_state |= {key.removeprefix("_model."): value for key, value in rows.items()}
         self.model.update_to_step(step)
         try:
             self.model.load_state_dict(model_state, strict=True)

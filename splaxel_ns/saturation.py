@@ -106,6 +106,10 @@ class SaturationMasks:
         limit: Bytes for masks.
     """
 
+    num_ranks = 1
+    """Ranks that the masks belong to: what they leave out are pixels of partitions for one, of ranks for several."""
+    unit = "partition"
+
     def __init__(self, eps: float, limit: int) -> None:
         self.eps = eps
         self.limit = limit
@@ -145,7 +149,7 @@ class SaturationMasks:
         occupied = (plan.spans[..., 1] > plan.spans[..., 0]).any(dim=1).tolist()
         order = tuple(leaf for leaf in tree.order(view.cam_center.detach()) if occupied[leaf])
         slots = torch.tensor([plan.order.index(leaf) if leaf in plan.order else -1 for leaf in order])
-        bits, budgets = _in_order(mask, order, view)
+        bits, budgets = in_order(mask, order, view)
         bits, budgets, counts = cuda.update_saturation(
             transmittances, slots.int(), plan.spans[list(order)], bits, budgets, self.eps
         )
@@ -193,7 +197,7 @@ class SaturationMasks:
         """One line about the last complete epoch."""
         counts = self.last_epoch if self.last_epoch.pairs else self.now
         return (
-            f"Saturation: {counts.pruned_share:.1%} of the (pixel, partition) pairs were left out in the last epoch, "
+            f"Saturation: {counts.pruned_share:.1%} of the (pixel, {self.unit}) pairs were left out in the last epoch, "
             f"flip rate {counts.flip_rate:.2%}; {self.num_masked} views are masked, {self.num_bytes / 2**20:.1f} MiB."
         )
 
@@ -243,6 +247,7 @@ class SaturationMasks:
         nothing = torch.zeros(0, dtype=torch.uint8)
         return {
             "eps": self.eps,
+            "ranks": self.num_ranks,
             "version": self.version,
             "snapshot_images": self._snapshot_images,
             "last_epoch": vars(self.last_epoch).copy(),
@@ -255,7 +260,7 @@ class SaturationMasks:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was called. Masks found with another eps are left out.
+        """Continue where `state_dict` was called. Masks found with another eps or by other ranks are left out.
 
         Raises:
             KeyError, RuntimeError, TypeError: The state is damaged.
@@ -264,7 +269,7 @@ class SaturationMasks:
         self._tree = None  # the boxes come from the same checkpoint
         self.version, self._snapshot_images = int(state["version"]), int(state["snapshot_images"])
         self.last_epoch, self.now = PairCounts(**state["last_epoch"]), PairCounts(**state["now"])
-        if state["eps"] != self.eps:
+        if state["eps"] != self.eps or state.get("ranks", 1) != self.num_ranks:
             return
         stored = [entry for entry in state["entries"] if "size" in entry]
         areas = [len(e["partitions"]) * e["size"][1] * ((e["size"][0] + 7) // 8) for e in stored]
@@ -306,7 +311,7 @@ def _mask_from(
     )
 
 
-def _in_order(mask: ViewMask | None, order: tuple[int, ...], view: View) -> tuple[Tensor, Tensor]:
+def in_order(mask: ViewMask | None, order: tuple[int, ...], view: View) -> tuple[Tensor, Tensor]:
     """Bits [K, H, B] and budgets [M] of a mask for the partitions of `order`."""
     nothing = torch.zeros(0, dtype=torch.uint8)
     if mask is None:

@@ -15,6 +15,7 @@ from gsplat.strategy import DefaultStrategy
 from gsplat.strategy.ops import duplicate, remove, reset_opa, split
 from torch import Tensor
 
+from splaxel_ns.comm import World
 from splaxel_ns.render import screen_radii
 
 if TYPE_CHECKING:
@@ -84,14 +85,16 @@ class SplaxelStrategy(DefaultStrategy):
     """Growth stops at this many Gaussians, the largest gradients first; 0: no limit."""
     seed: int = 0
     """Splitting draws from a generator seeded with this and the step, so a resumed run draws the same."""
+    world: World = field(default_factory=World)
 
     @classmethod
-    def of(cls, config: SplaxelModelConfig, num_views: int) -> SplaxelStrategy:
+    def of(cls, config: SplaxelModelConfig, num_views: int, world: World) -> SplaxelStrategy:
         """The strategy a model's configuration asks for.
 
         Args:
             config: The model's.
             num_views: Training views, the images of an epoch.
+            world: The ranks, of which this one keeps the statistics of its own Gaussians.
         """
         reset_every = config.reset_alpha_every * config.refine_every
         return cls(
@@ -112,6 +115,7 @@ class SplaxelStrategy(DefaultStrategy):
             absgrad=config.use_absgrad,
             max_gaussians=config.max_gaussians,
             seed=config.seed,
+            world=world,
         )
 
     @property
@@ -183,6 +187,9 @@ class SplaxelStrategy(DefaultStrategy):
         paused = last_reset > 0 and images - last_reset < self.pause_refine_after_reset
         if images > self.refine_start_iter and crosses(step, batch_size, self.refine_every) and not paused:
             report.refined = True
+            if state["count"] is None and self.world.size > 1:  # this rank has seen nothing; others may have
+                for key in (key for key in STATISTICS if key in state):
+                    state[key] = torch.zeros(len(params["means"]))
             if state["count"] is not None:
                 self._grow(params, optimizers, state, report)
                 self._prune(params, optimizers, state, report)
@@ -193,7 +200,22 @@ class SplaxelStrategy(DefaultStrategy):
             reset_opa(params=params, optimizers=optimizers, state=state, value=self.prune_opa * 2.0)
             report.opacities_reset = True
         report.num_gaussians = len(params["means"])
-        return report if report.refined or report.opacities_reset else None
+        if not report.refined and not report.opacities_reset:
+            return None
+        return self._of_all_ranks(report)
+
+    def _of_all_ranks(self, report: RefineReport) -> RefineReport:
+        """The report with the numbers of all ranks."""
+        if self.world.size == 1:
+            return report
+        reasons = ("not finite", "transparent", "too large", "too large on screen")
+        names = ("num_duplicated", "num_split", "num_held_back", "spared", "num_gaussians")
+        own = [getattr(report, name) for name in names] + [report.pruned.get(reason, 0) for reason in reasons]
+        sums = self.world.sum(torch.tensor(own), "strategy").tolist()
+        for name, value in zip(names, sums, strict=False):
+            setattr(report, name, value)
+        report.pruned = dict(zip(reasons, sums[len(names) :], strict=True))
+        return report
 
     @torch.no_grad()
     def _grow(self, params: Any, optimizers: Any, state: dict[str, Any], report: RefineReport) -> None:
@@ -205,7 +227,7 @@ class SplaxelStrategy(DefaultStrategy):
         if report.images < self.refine_scale2d_stop_iter:
             is_split |= state["radii"] > self.grow_scale2d
         if self.max_gaussians > 0:
-            allowed = within_room(grads, is_dupli.int() + is_split.int(), self.max_gaussians - len(grads))
+            allowed = self._within_room(grads, is_dupli.int() + is_split.int())
             report.num_held_back = int(((is_dupli | is_split) & ~allowed).sum())
             is_dupli &= allowed
             is_split &= allowed
@@ -215,7 +237,9 @@ class SplaxelStrategy(DefaultStrategy):
         if report.num_split:
             is_split = torch.cat([is_split, is_split.new_zeros(report.num_duplicated)])
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derived_seed(self.seed, report.images))
+                torch.manual_seed(
+                    derived_seed(self.seed, report.images, *([self.world.rank] if self.world.rank else []))
+                )
                 split(
                     params=params,
                     optimizers=optimizers,
@@ -223,6 +247,21 @@ class SplaxelStrategy(DefaultStrategy):
                     mask=is_split,
                     revised_opacity=self.revised_opacity,
                 )
+
+    def _within_room(self, grads: Tensor, growth: Tensor) -> Tensor:
+        """`within_room` over the Gaussians of all ranks: grads [N], growth [N] int -> [N] bool."""
+        if self.world.size == 1:
+            return within_room(grads, growth, self.max_gaussians - len(grads))
+        total = int(self.world.gather(torch.tensor(len(grads)), "strategy").sum())
+        candidates = growth.nonzero().flatten()
+        own = torch.stack([grads[candidates], growth[candidates].float()], dim=1)
+        parts = self.world.gather_uneven(own, "strategy")
+        ranked = torch.cat(parts)
+        chosen = within_room(ranked[:, 0], ranked[:, 1].int(), self.max_gaussians - total)
+        first = sum(len(part) for part in parts[: self.world.rank])
+        allowed = torch.zeros_like(growth, dtype=torch.bool)
+        allowed[candidates] = chosen[first : first + len(candidates)]
+        return allowed
 
     @torch.no_grad()
     def _prune(self, params: Any, optimizers: Any, state: dict[str, Any], report: RefineReport) -> None:

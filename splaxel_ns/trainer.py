@@ -6,10 +6,11 @@ Shapes: B views of a step. A step is one update of the parameters; images = step
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from nerfstudio.configs.base_config import LocalWriterConfig, LoggingConfig
@@ -21,15 +22,20 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
 from torch import Tensor
 
-from splaxel_ns.checkpoint import checkpoint_steps, remove_others, restore_generators, write_checkpoint
+from splaxel_ns import comm
+from splaxel_ns.agreement import Agreed, LiveView, agree
+from splaxel_ns.checkpoint import checkpoint_steps, remove_others, restore_generators
 from splaxel_ns.event_files import EventFiles
 from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import GAUSSIANS, BatchOptimizers
 from splaxel_ns.pipeline import SplaxelPipeline, SplaxelPipelineConfig
 from splaxel_ns.progress import ProgressLine, has_terminal
-from splaxel_ns.resume import find_checkpoint, load_model, load_run_state, run_state
+from splaxel_ns.resume import find_checkpoint, load_model, load_run_state, save_run
 from splaxel_ns.run_lock import RunLock
 from splaxel_ns.trainer_checks import check_run
+
+EXIT_LOST = 75
+"""Exit status when another rank is gone: try again (EX_TEMPFAIL), with --resume auto."""
 
 
 @dataclass
@@ -69,11 +75,20 @@ class SplaxelTrainerConfig(TrainerConfig):
                 f"{self.output_dir}/EXPERIMENT/{self.method_name}/: a new time stamp has nothing to resume."
             )
         super().set_timestamp()
+        if comm.launched()[1] > 1:  # the clocks of the ranks differ, and one of them speaks
+            world = comm.world()
+            self.timestamp = world.text_from_main(self.timestamp)
+            CONSOLE.quiet = not world.is_main
+
+    def print_to_terminal(self) -> None:
+        """Print the configuration, once per job."""
+        if comm.launched()[0] == 0:
+            super().print_to_terminal()
 
     def save_config(self) -> None:
         """Write config.yml, unless one stands there that belongs to an earlier run: `SplaxelTrainer.setup` replaces
         that once it is certain that this run starts."""
-        if not self.has_earlier_run():
+        if comm.launched()[0] == 0 and not self.has_earlier_run():
             self.write_config()
 
     def get_checkpoint_dir(self) -> Path:
@@ -96,13 +111,15 @@ class SplaxelTrainerConfig(TrainerConfig):
 class SplaxelTrainer(Trainer):
     """Trains on the CPU, B views per step; `max_num_iterations` is the run's total number of steps, resumed or not.
 
+    Several ranks run the same steps at once; rank 0 writes files, shows the viewer and speaks.
+
     Args:
         config: The configuration.
-        local_rank: This process on its machine; 0.
-        world_size: Number of processes; 1.
+        local_rank: This process on its machine.
+        world_size: Number of processes that nerfstudio started; 1 under torchrun, whose environment says how many.
 
     Raises:
-        ValueError: The configuration asks for several processes, mixed precision or gradient accumulation.
+        ValueError: The configuration asks for mixed precision or gradient accumulation.
     """
 
     config: SplaxelTrainerConfig
@@ -111,6 +128,8 @@ class SplaxelTrainer(Trainer):
 
     def __init__(self, config: SplaxelTrainerConfig, local_rank: int = 0, world_size: int = 1) -> None:
         check_run(config, world_size)
+        self.world = comm.world()
+        CONSOLE.quiet = not self.world.is_main
         super().__init__(config, local_rank, world_size)
         self.device = "cpu"  # the pipeline says so
         self.stop_training = False
@@ -119,6 +138,8 @@ class SplaxelTrainer(Trainer):
         self._loaded_generators: dict[str, Tensor] | None = None
         self._signals = StopSignals()
         self._lock: RunLock | None = None
+        self._live_view = LiveView()
+        self._events: EventFiles | None = None
         self._between_steps = True  # the state is that after a whole step
 
     def setup(self, test_mode: Literal["test", "val", "inference"] = "val") -> None:
@@ -130,21 +151,34 @@ class SplaxelTrainer(Trainer):
             ValueError: Another run trains in this folder, or configuration, data and checkpoint do not go together.
             SystemExit: SIGINT came; 130.
         """
-        self._lock = RunLock(self.base_dir)
+        if self.world.is_main:
+            self._lock = RunLock(self.base_dir)
         try:
             self._set_up(test_mode)
-            if not self._complete:
+            if not self._complete and self.world.is_main:
                 # Also where it stands already: this run's flags are those that its checkpoints fit.
                 self.config.write_config()
         except KeyboardInterrupt:
-            self._lock.release()
+            self._release_lock()
             raise SystemExit(128 + signal.SIGINT) from None
+        except comm.LostRank as error:
+            self._end_without(error)
         except BaseException:
-            self._lock.release()
+            self._release_lock()
             raise
 
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _end_without(self, error: comm.LostRank) -> NoReturn:
+        """A rank is gone: what the others hold is no whole model, so nothing is saved."""
+        self._release_lock()
+        print(f"{error} {self._how_to_continue()}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_LOST) from None
+
     def _set_up(self, test_mode: Literal["test", "val", "inference"]) -> None:
-        path, loaded = find_checkpoint(self.config) or (None, None)
+        path, loaded = find_checkpoint(self.config, self.world) or (None, None)
         if loaded is not None and loaded["step"] + 1 >= self.config.max_num_iterations:
             self._complete = True
             self.step = loaded["step"]
@@ -170,14 +204,16 @@ class SplaxelTrainer(Trainer):
             if path is None:
                 raise
             raise ValueError(f"{path}: {error}") from error
-        banner = self._start_viewer()
+        if self.world.size > 1:
+            self.pipeline.model.say_shares()
+        banner = self._start_viewer() if self.world.is_main else None
         self._check_viewer_warnings()
         self.callbacks = self.pipeline.get_training_callbacks(
             TrainingCallbackAttributes(
                 optimizers=self.optimizers, grad_scaler=self.grad_scaler, pipeline=self.pipeline, trainer=self
             )
         )
-        self._events = EventFiles(self.config, self.base_dir, banner)
+        self._events = EventFiles(self.config, self.base_dir, banner) if self.world.is_main else None
 
     def setup_optimizers(self) -> BatchOptimizers:
         """Optimisers and schedules for this run's batch size."""
@@ -198,6 +234,8 @@ class SplaxelTrainer(Trainer):
             raise ValueError("--vis viewer_legacy does not know Gaussians: use --vis viewer+tensorboard.")
         from nerfstudio.viewer.viewer import Viewer
 
+        if self.world.size > 1:
+            self._live_view = self.pipeline.model.live_view = LiveView()
         self.viewer_state = Viewer(
             self.config.viewer,
             log_filename=self.base_dir / self.config.viewer.relative_log_filename,
@@ -228,9 +266,11 @@ class SplaxelTrainer(Trainer):
         except KeyboardInterrupt:
             CONSOLE.print(f"Interrupted in step {self.step + 1}. {self._how_to_continue()}", markup=False)
             raise SystemExit(128 + signal.SIGINT) from None
+        except comm.LostRank as error:
+            self._end_without(error)
         finally:
-            if self._lock is not None:
-                self._lock.release()
+            self._release_lock()
+        comm.leave()
 
     def _train(self) -> None:
         total = self.config.max_num_iterations
@@ -245,18 +285,55 @@ class SplaxelTrainer(Trainer):
                     TimeWriter(writer, EventName.TOTAL_TRAIN_TIME),
                     ProgressLine(total, self.config.logging.steps_per_log, has_terminal()) as progress,
                 ):
+                    agreed = self._take_turn(signals)
                     for step in range(self._start_step, total):
-                        self._wait_while_paused(signals)
-                        if self.stop_training or signals.received is not None:
+                        if agreed.stop or agreed.signal is not None:
+                            self.train_lock.release()
                             break
-                        self._run_or_save(step, progress)
-                if signals.received is not None and self.step + 1 < total:
-                    self._end_on_signal(signals.received)
+                        try:
+                            self._run_or_save(step, progress)
+                        finally:
+                            self.train_lock.release()
+                        agreed = self._take_turn(signals)
+                    else:
+                        self.train_lock.release()
+                if agreed.signal is not None and self.step + 1 < total:
+                    self._end_on_signal(agreed.signal)
                 self._save_last()
             self._after_train()
         finally:
-            self._events.close()
+            self._live_view.close()
+            self.pipeline.stats.close()
+            if self._events is not None:
+                self._events.close()
             self._close_viewer()
+
+    def _take_turn(self, signals: StopSignals) -> Agreed:
+        """Agree with the other ranks on what comes next, drawing what the viewer asks for meanwhile.
+
+        Returns:
+            With the lock that keeps the viewer's thread from rendering held by this one.
+        """
+        while True:
+            # One rank: the viewer's thread holds the lock while it draws. Several: while it waits for a picture.
+            while not (locked := self.train_lock.acquire(timeout=0.005)) and not self._live_view.pending:
+                pass
+            picture = not locked and self._live_view.pending
+            paused = self.training_state == "paused" and not self.stop_training and signals.received is None
+            try:
+                agreed = agree(self.world, signals.received, self.stop_training, paused, picture)
+            except BaseException:
+                if locked:
+                    self.train_lock.release()
+                raise
+            if agreed.picture:
+                self._live_view.serve(self.pipeline.model)
+            elif not agreed.paused or agreed.signal is not None:
+                return agreed
+            if locked:
+                self.train_lock.release()
+            if agreed.paused and not agreed.picture:
+                time.sleep(0.05)
 
     def _run_or_save(self, step: int, progress: ProgressLine) -> None:
         """One step; photographs that have vanished cost no more than the step that missed them."""
@@ -275,16 +352,17 @@ class SplaxelTrainer(Trainer):
 
     def _run_step(self, step: int, progress: ProgressLine) -> None:
         """One step with everything nerfstudio hangs on it: callbacks, viewer, event files, evaluation, checkpoint."""
-        with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as timer:
+        with TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as timer:
             self.pipeline.train()
             self._run_callbacks(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
             loss, loss_dict, metrics_dict = self.train_iteration(step)
             self._run_callbacks(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
         self.step = step
         self._between_steps = True
-        num_gaussians = self.pipeline.model.num_points
+        num_gaussians = self.pipeline.model.num_total or self.pipeline.model.num_points
         psnr = float(metrics_dict["psnr"]) if "psnr" in metrics_dict else None
-        progress.update(step, timer.duration, float(loss), psnr, num_gaussians)
+        if self.world.is_main:
+            progress.update(step, timer.duration, float(loss), psnr, num_gaussians)
         if step > 1:  # the first steps would skew the viewer's estimate of how often it may render
             rays = self.pipeline.datamanager.get_train_rays_per_batch()
             writer.put_time(EventName.TRAIN_RAYS_PER_SEC, rays / max(1e-3, timer.duration), step, avg_over_steps=True)
@@ -295,11 +373,12 @@ class SplaxelTrainer(Trainer):
             writer.put_dict("Train Metrics Dict", metrics_dict | {"gaussian_count": num_gaussians}, step)
             writer.put_dict("learning_rate", self.optimizers.learning_rates(), step)
         if self.pipeline.datamanager.eval_dataset and self._evaluation_due(step):
-            with self.train_lock, progress.paused():
+            with progress.paused():
                 self.eval_iteration(step)
         if step_check(step, self.config.steps_per_save):
             self.save_checkpoint(step)
-        self._events.write()
+        if self._events is not None:
+            self._events.write()
 
     def train_iteration(self, step: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Gradients of the step's B views, one update of every parameter, then growing and pruning.
@@ -312,9 +391,15 @@ class SplaxelTrainer(Trainer):
         if self.config.log_gradients:
             metrics_dict |= self._gradient_norms()
         self._between_steps = False
+        start = time.perf_counter()
         self.optimizers.optimizer_step_all()
         self.optimizers.scheduler_step_all(step)
+        optimizer_s = time.perf_counter() - start
         self.pipeline.model.refine(step)
+        if self.world.size > 1 or self.config.pipeline.stats_file is not None:
+            utilisation = self.pipeline.datamanager.utilisation(self.pipeline.model.tree.num_partitions)
+            numbers = self.pipeline.stats.finish_step(step, {"optimizer_s": optimizer_s}, utilisation)
+            metrics_dict |= {f"rank 0/{name}": torch.tensor(value) for name, value in numbers.items()}
         return loss, loss_dict, metrics_dict
 
     def _gradient_norms(self) -> dict[str, Tensor]:
@@ -331,13 +416,9 @@ class SplaxelTrainer(Trainer):
         intervals = (config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images)
         return any(step_check(step, interval) for interval in intervals)
 
-    def _wait_while_paused(self, signals: StopSignals) -> None:
-        while self.training_state == "paused" and not self.stop_training and signals.received is None:
-            time.sleep(0.05)
-
     def _save_dataparser_transform(self) -> None:
         outputs = getattr(self.pipeline.datamanager, "train_dataparser_outputs", None)
-        if outputs is not None:
+        if outputs is not None and self.world.is_main:
             outputs.save_dataparser_transform(self.base_dir / "dataparser_transforms.json")
 
     def save_checkpoint(self, step: int) -> None:
@@ -346,9 +427,9 @@ class SplaxelTrainer(Trainer):
             return
         try:
             with self._signals.deferred():
-                path = write_checkpoint(self.checkpoint_dir, step, run_state(step, self.pipeline, self.optimizers))
+                path = save_run(self.world, self.checkpoint_dir, step, self.pipeline, self.optimizers)
                 self._saved_step = step
-                if self.config.save_only_latest_checkpoint:
+                if self.config.save_only_latest_checkpoint and self.world.is_main:
                     remove_others(self.checkpoint_dir, keep=path)
         except OSError as error:
             CONSOLE.print(
@@ -359,8 +440,7 @@ class SplaxelTrainer(Trainer):
             )
 
     def _end_on_signal(self, number: int) -> None:
-        with self.train_lock:
-            self.save_checkpoint(self.step)
+        self.save_checkpoint(self.step)
         saved = f"its checkpoint is in {self.checkpoint_dir}" if self._saved_step == self.step else "nothing was saved"
         CONSOLE.print(
             f"Stopped by {signal.Signals(number).name} after {self.step + 1} of {self.config.max_num_iterations} "
@@ -388,8 +468,15 @@ class SplaxelTrainer(Trainer):
         CONSOLE.print(f"{self.step + 1} steps are done. Configuration: {self.base_dir / 'config.yml'}", markup=False)
         CONSOLE.print(f"Checkpoints: {self.checkpoint_dir}", markup=False)
         self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
-        self._events.write(flush=True)
+        summary = self.pipeline.stats.summary()
+        if summary is not None:
+            CONSOLE.print(summary)
+        if self._events is not None:
+            self._events.write(flush=True)
         watched = self.viewer_state is not None and has_terminal() and self._signals.received is None
+        if watched and self.world.size > 1:
+            CONSOLE.print("The ranks end together and the viewer with them: open the result with ns-viewer.")
+            watched = False
         if watched and not self.config.viewer.quit_on_train_completion:
             try:
                 self._train_complete_viewer()

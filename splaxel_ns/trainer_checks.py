@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from nerfstudio.engine.trainer import TrainerConfig
+
+from splaxel_ns import comm
 
 MAX_PORT = 2**16 - 1
 
@@ -15,8 +15,10 @@ def check_run(config: TrainerConfig, world_size: int) -> None:
     Raises:
         ValueError: Naming the option and the remedy.
     """
-    if world_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("splaxel trains in one process so far: use --machine.num-devices 1 and no torchrun.")
+    if world_size > 1 and comm.launched()[1] > 1:
+        raise ValueError(
+            f"--machine.num-devices is {world_size} in a process of torchrun: use either, and leave out the other."
+        )
     if config.max_num_iterations < 1:
         raise ValueError(f"--max-num-iterations is {config.max_num_iterations}; it must be at least 1.")
     if config.mixed_precision or config.use_grad_scaler:

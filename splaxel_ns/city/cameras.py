@@ -43,7 +43,7 @@ def look(position: np.ndarray, heading: float, pitch: float) -> np.ndarray:  # [
 
 def num_test(count: int, share: float) -> int:
     """How many of `count` photographs are for testing."""
-    return 0 if share == 0 else min(max(1, round(count * share)), count - 1)
+    return 0 if share == 0 or count == 0 else min(max(1, round(count * share)), count - 1)
 
 
 def aerial_shots(city: City, count: int, share: float, fov: float, height: float | None, seed: int) -> list[Shot]:
@@ -54,13 +54,12 @@ def aerial_shots(city: City, count: int, share: float, fov: float, height: float
         count: of all photographs.
         share: of them that is for testing.
         fov: radians.
-        height: metres above the streets; None: 150 as MatrixCity's lowest flights, less over a small city, but
-            above all roofs.
+        height: metres above the streets; None: see `_default_height`.
         seed: of the test flights.
     """
     rng = np.random.default_rng([seed, 2])
-    above = height if height is not None else max(min(150.0, 0.6 * city.size), 1.25 * city.tallest)
     tests = num_test(count, share)
+    above = height if height is not None else _default_height(city, count - tests)
     shots = []
     targets, number = _grid(city.size, (count - tests) / 4), np.arange(count - tests)
     turns = len(targets) * 4
@@ -76,6 +75,15 @@ def aerial_shots(city: City, count: int, share: float, fov: float, height: float
         pose = _aim(spot, above, rng.uniform(0, 2 * np.pi), pitch)
         shots.append(Shot("aerial", "test", "block_1_test", k, pose, fov))
     return shots
+
+
+def _default_height(city: City, count: int) -> float:  # metres
+    """150 to 500 as MatrixCity's flights: as low as still shows each place in about 16 of `count` photographs.
+
+    One covers about 0.8 height**2 of the ground. Over a small city, lower, but always above all roofs.
+    """
+    enough = city.size * np.sqrt(20.0 / max(count, 1))
+    return float(max(min(max(150.0, enough), 500.0, 0.6 * city.size), 1.25 * city.tallest))
 
 
 def _grid(size: float, count: float) -> np.ndarray:  # [at least count, 2] metres

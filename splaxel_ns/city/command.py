@@ -64,7 +64,7 @@ class CityCommand:
     points: int = 200_000
     """Seed points for each of aerial and street, lifted from the depth of training views."""
     aerial_height: float | None = None
-    """Metres above the streets. Default: 150, less over a small city, but above all roofs."""
+    """Metres above the streets. Default: 150 to 500, higher for few views, less over a small city, above all roofs."""
     aerial_fov: float = 45.0
     """Degrees, horizontally."""
     street_fov: float = 90.0

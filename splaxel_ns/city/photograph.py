@@ -19,10 +19,10 @@ from splaxel_ns.city.mesh import Kind
 from splaxel_ns.city.streets import City
 from splaxel_ns.city.textures import Noise
 
-_SUN = np.array([3.0, 2.75, 2.35], np.float32)
+_SUN = np.array([2.55, 2.35, 2.05], np.float32)
 _ZENITH, _HORIZON = np.array([0.16, 0.33, 0.72], np.float32), np.array([0.62, 0.72, 0.84], np.float32)
 _AMBIENT_UP, _AMBIENT_DOWN = np.array([0.62, 0.74, 0.95], np.float32), np.array([0.34, 0.31, 0.27], np.float32)
-_EXPOSURE = 0.7
+_EXPOSURE = 0.72
 _OFFSET = 0.02  # metres off a surface, where its shadow ray starts
 _CANYON, _DARKEST = 28.0, 0.5  # metres below the roofs around at which most of the sky is hidden; how much of it then
 _RAYS = 1 << 18  # shaded at a time, which bounds the memory

@@ -27,16 +27,22 @@ def _rasterize_partials(means2d: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     count, height = len(arguments[15]), spans.shape[1]
     tiles = -(-width // 16) * -(-height // 16)
     integer, short = torch.int32, torch.int16
-    on_gpu = means2d.device.type == "cuda"
     items, pairs = _unknown(), _unknown()
-    lists = (
-        means2d.new_empty(items, 16),
-        means2d.new_empty((pairs,), dtype=integer),
-        means2d.new_empty((0,), dtype=integer) if on_gpu else means2d.new_empty((pairs,), dtype=short),
-        means2d.new_empty((count, height, width, 2) if on_gpu else (pairs,), dtype=integer),
-        means2d.new_empty((0,) if on_gpu else (items + 1,), dtype=integer),
-        means2d.new_empty((count * tiles + 1,), dtype=integer),
-    )
+    if means2d.device.type == "cuda":  # see gpu/bind_raster.cpp
+        lists: tuple[Tensor, ...] = (
+            means2d.new_empty((pairs,), dtype=integer),
+            means2d.new_empty((0,), dtype=integer),
+            means2d.new_empty((count, height, width, 2), dtype=integer),
+            means2d.new_empty((0,), dtype=integer),
+        )
+    else:  # see csrc/rasterize.cpp
+        lists = (
+            means2d.new_empty((pairs, 2), dtype=integer),
+            means2d.new_empty((pairs,), dtype=short),
+            means2d.new_empty(_unknown(), 16, 16),
+            means2d.new_empty((items + 1,), dtype=integer),
+        )
+    lists = (means2d.new_empty(items, 16), *lists, means2d.new_empty((count * tiles + 1,), dtype=integer))
     stats = means2d.new_empty((7,), dtype=torch.int64)
     colors = means2d.new_empty(count, height, width, 3)
     return colors, means2d.new_empty(count, height, width), means2d.new_empty(count, height, width), *lists, stats
@@ -88,8 +94,8 @@ def _composite(colors, depths, transmittances, background) -> tuple[Tensor, Tens
     return colors.new_empty(height, width, 3), colors.new_empty(height, width), colors.new_empty(height, width)
 
 
-def _composite_backward(colors, depths, transmittances, background, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(_like(tensor) for tensor in (colors, depths, transmittances, background))
+def _composite_backward(colors, depths, transmittances, background, v_rgb, v_depth, v_alpha) -> tuple[Any, ...]:
+    return _like(colors), None if v_depth is None else _like(depths), _like(transmittances), _like(background)
 
 
 def _l1_ssim(pred, gt, ssim_lambda, need_grad, *_: Any) -> tuple[Tensor, ...]:

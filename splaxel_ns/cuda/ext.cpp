@@ -43,13 +43,13 @@ TORCH_LIBRARY(splaxel, m) {
       "Tensor extents, Tensor owner, Tensor means, Tensor? reach, Tensor viewmat, Tensor K, Tensor axis, "
       "Tensor threshold, Tensor children, Tensor lo, Tensor hi, Tensor order, Tensor spans, Tensor? saturated, "
       "int width, int boundary, float stop, bool count_clipped) -> (Tensor colors, Tensor depths, Tensor transmittances, "
-      "Tensor records, Tensor pair_records, Tensor pair_masks, Tensor item_pairs, Tensor item_offsets, "
+      "Tensor records, Tensor pairs, Tensor pair_masks, Tensor checkpoints, Tensor item_offsets, "
       "Tensor tile_offsets, Tensor stats)");
   m.def(
       "rasterize_partials_backward(Tensor conics, Tensor opacities, Tensor viewmat, Tensor K, Tensor axis, "
       "Tensor threshold, Tensor children, Tensor lo, Tensor hi, Tensor order, Tensor spans, Tensor? saturated, int width, "
-      "int boundary, float stop, Tensor records, Tensor pair_records, Tensor pair_masks, Tensor item_pairs, Tensor item_offsets, "
-      "Tensor tile_offsets, Tensor v_colors, Tensor v_depths, Tensor v_transmittances, bool absgrad) -> "
+      "int boundary, float stop, Tensor records, Tensor pairs, Tensor pair_masks, Tensor checkpoints, Tensor item_offsets, "
+      "Tensor tile_offsets, Tensor v_colors, Tensor? v_depths, Tensor v_transmittances, bool absgrad) -> "
       "(Tensor v_means2d, Tensor v_depths, Tensor v_conics, Tensor v_opacities, Tensor v_colors, Tensor absgrad)");
   // Content boxes and pixel regions of the partitions; see cuda/region.py.
   m.def(
@@ -86,7 +86,7 @@ TORCH_LIBRARY(splaxel, m) {
       "Tensor depth, Tensor alpha)");
   m.def(
       "composite_backward(Tensor colors, Tensor depths, Tensor transmittances, Tensor background, Tensor v_rgb, "
-      "Tensor v_depth, Tensor v_alpha) -> (Tensor v_colors, Tensor v_depths, Tensor v_transmittances, "
+      "Tensor? v_depth, Tensor? v_alpha) -> (Tensor v_colors, Tensor v_depths, Tensor v_transmittances, "
       "Tensor v_background)");
   m.def(
       "l1_ssim(Tensor pred, Tensor gt, float ssim_lambda, bool need_grad, Tensor? counts, Tensor? window_counts, "

@@ -191,6 +191,7 @@ class _RasterizePartials(Function):
             means2d, depths, conics, opacities, colors, extents, owner, means, reach, *view, saturated, *settings, clip
         )
         ctx.save_for_backward(means2d, conics, opacities, saturated, *view, *lists)
+        ctx.set_materialize_grads(False)
         ctx.num_view = len(view)
         ctx.settings = settings
         ctx.absgrad = absgrad
@@ -202,12 +203,24 @@ class _RasterizePartials(Function):
     def backward(ctx: Any, v_colors, v_depths, v_transmittances, _):
         means2d, conics, opacities, saturated, *rest = ctx.saved_tensors
         view, lists = rest[: ctx.num_view], rest[ctx.num_view :]
+        shape = (len(view[7]), view[8].shape[1], ctx.settings[0])  # Q, H, W
+        v_colors = conics.new_zeros(*shape, 3) if v_colors is None else v_colors.contiguous()
+        v_transmittances = conics.new_zeros(shape) if v_transmittances is None else v_transmittances.contiguous()
+        v_depths = None if v_depths is None else v_depths.contiguous()
         v_means2d, v_splat_depths, v_conics, v_opacities, v_splat_colors, absolute = (
             _backend.load(means2d.device).rasterize_partials_backward(
-                conics, opacities, *view, saturated, *ctx.settings, *lists, v_colors.contiguous(),
-                v_depths.contiguous(), v_transmittances.contiguous(), ctx.absgrad,
+                conics,
+                opacities,
+                *view,
+                saturated,
+                *ctx.settings,
+                *lists,
+                v_colors,
+                v_depths,
+                v_transmittances,
+                ctx.absgrad,
             )
-        )  # fmt: skip
+        )
         if ctx.absgrad:
             means2d.absgrad = absolute
         return v_means2d, v_splat_depths, v_conics, v_opacities, v_splat_colors, *[None] * 9

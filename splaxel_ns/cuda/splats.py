@@ -177,14 +177,22 @@ def composite(
 class _Composite(Function):
     @staticmethod
     def forward(ctx: Any, colors, depths, transmittances, background):
+        # Images of zeros would be read by the passes behind this one; only a leaf is to have its zeros.
+        ctx.set_materialize_grads(False)
+        ctx.depths_are_leaf = depths.is_leaf
         ctx.save_for_backward(colors, depths, transmittances, background)
         return _backend.load(colors.device).composite(colors, depths, transmittances, background)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *v_results):
-        ops = _backend.load(v_results[0].device)
-        return ops.composite_backward(*ctx.saved_tensors, *(v.contiguous() for v in v_results))
+        v_rgb, v_depth, v_alpha = (None if v is None else v.contiguous() for v in v_results)
+        image = ctx.saved_tensors[1].shape[1:]  # H, W
+        if v_rgb is None:
+            v_rgb = ctx.saved_tensors[0].new_zeros(*image, 3)
+        if v_depth is None and ctx.depths_are_leaf:
+            v_depth = ctx.saved_tensors[0].new_zeros(image)
+        return _backend.load(ctx.saved_tensors[0].device).composite_backward(*ctx.saved_tensors, v_rgb, v_depth, v_alpha)
 
 
 @dataclass(frozen=True)

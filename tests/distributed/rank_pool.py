@@ -70,10 +70,11 @@ class Ranks:
         return results
 
     def close(self) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
+        for pipe in self._pipes:  # all of them first: a rank that leaves waits for the others
             try:
                 pipe.send(None)
             except OSError:
                 pass
+        for process in self._processes:
             process.join(5)
             process.kill()

@@ -58,6 +58,11 @@ def test_matches_float64(size: tuple[int, int], ssim_lambda: float) -> None:
     compare(*images("noise", *size), ssim_lambda)
 
 
+@pytest.mark.parametrize("width", [1024, 1025, 2060, 3300])
+def test_wide_images_are_cut_into_strips(width: int) -> None:
+    compare(*images("noise", 24, width), 0.2)
+
+
 @pytest.mark.parametrize("kind", ["smooth", "black"])
 def test_matches_float64_where_variances_vanish(kind: str) -> None:
     # pytorch_msssim rounds its window to float32 in any precision; the weights then do not sum to 1, and in flat parts
@@ -113,9 +118,10 @@ def test_refuses(pred: Tensor, gt: Tensor, ssim_lambda: float, message: str) -> 
         cuda.l1_ssim(pred, gt, ssim_lambda)
 
 
-def test_shares_of_crops_add_up() -> None:
+@pytest.mark.parametrize("width", [40, 2500])
+def test_shares_of_crops_add_up(width: int) -> None:
     """Two overlapping crops, each counting its part: values add up, gradients are those of the whole image's loss."""
-    height, width, border = 48, 40, 10
+    height, border = 48, 10
     pred, gt = images("noise", height, width)
     whole = pred.clone().requires_grad_()
     expected = cuda.l1_ssim(whole, gt, 0.2)

@@ -90,7 +90,7 @@ def keys(shots: list[Shot], split: str) -> set[bytes]:
     return {shot.pose.round(6).tobytes() for shot in shots if shot.split == split}
 
 
-@pytest.mark.parametrize("count", [2, 3, 9, 40])
+@pytest.mark.parametrize("count", [0, 2, 3, 9, 40])
 def test_splits_share_no_camera(city: City, count: int) -> None:
     """As many as asked for, all different, looking at the city from above the roofs or from the streets."""
     for shots in (
@@ -229,6 +229,7 @@ def test_replaces_a_city_only_when_told_and_only_by_a_whole_one(tmp_path: Path, 
     out.mkdir()  # an empty folder is as good as none
     small(out).main()
     first = (out / layout.MARK).read_bytes()
+    assert [path.name for path in (out / "small_city").iterdir()] == ["aerial"]  # --street-views 0
     with pytest.raises(ValueError, match="city holds a city already: give another folder, or --overwrite"):
         small(out).main()
 

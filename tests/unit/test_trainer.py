@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,8 @@ class ToyModel(torch.nn.Module):
     """Predicts one colour, the mean of its points plus noise from torch's generator; gains points every 4 steps."""
 
     nan_at: int | None = None
+    is_shared = False
+    num_total = 0
 
     def __init__(self, config: ToyModelConfig, **_: Any) -> None:
         super().__init__()
@@ -71,6 +74,16 @@ class ToyModel(torch.nn.Module):
 
     def set_training_views(self, cameras: Any, batch_size: int) -> None:
         self.batch_size = batch_size
+
+    def keep_own_share(self) -> None: ...
+
+    def shows(self, participants: set[int]) -> bool:
+        return True
+
+    def begin(self, camera: Any) -> None: ...
+
+    def finish(self, camera: Any, flight: None) -> dict[str, Tensor]:
+        return self.get_outputs(camera)
 
     def update_to_step(self, step: int) -> None: ...
 
@@ -168,7 +181,7 @@ class ToyDatamanager(torch.nn.Module):
         assert len(participants) == NUM_VIEWS
         self.participants_set += 1
 
-    def next_train_batch(self, step: int) -> list:
+    def next_train_batch(self, step: int, wanted: Any = None) -> list:
         views = [self.view((self.position + i) % NUM_VIEWS) for i in range(self.config.batch_size)]
         self.position += self.config.batch_size
         return views
@@ -505,7 +518,7 @@ def test_a_photograph_that_vanishes_costs_one_step(tmp_path: Path, capsys: Any) 
     trainer = start(make_config(tmp_path, 50))
     inner = trainer.pipeline.datamanager.next_train_batch
 
-    def vanish(step: int) -> list:
+    def vanish(step: int, wanted: Any = None) -> list:
         if step == 7:
             raise ValueError("[/data]/0007.png cannot be read")
         return inner(step)
@@ -534,14 +547,16 @@ def test_stop_and_pause_from_the_viewer(tmp_path: Path) -> None:
         trainer.training_state = "paused"
 
     trainer.pipeline.model.after_backward = lambda camera: None
-    inner = trainer._wait_while_paused
+    inner = trainer._take_turn
 
-    def resume_after_a_while(signals: Any) -> None:
-        if trainer.training_state == "paused":
+    def resume_after_a_while(signals: Any) -> Any:
+        def resume() -> None:
             trainer.training_state = "training"
-        inner(signals)
 
-    trainer._wait_while_paused = resume_after_a_while
+        threading.Timer(0.2 if trainer.training_state == "paused" else 0.0, resume).start()
+        return inner(signals)
+
+    trainer._take_turn = resume_after_a_while
     trainer.pipeline.model.after_backward = stop_at_4
     trainer.train()
     assert checkpoint_steps(models(tmp_path)) == [4], "the last step done, not the next"
@@ -700,12 +715,10 @@ def test_ports_that_do_not_exist_are_refused(tmp_path: Path, port: int, name: st
         start(config)
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    with pytest.raises(ValueError, match="one process"):
-        make_config(tmp_path, 1).setup(local_rank=0, world_size=2)
+def test_two_ways_of_starting_ranks_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="one process"):
-        start(make_config(tmp_path, 1))
+    with pytest.raises(ValueError, match="num-devices"):
+        make_config(tmp_path, 1).setup(local_rank=0, world_size=2)
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])

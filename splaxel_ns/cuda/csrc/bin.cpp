@@ -110,13 +110,19 @@ Items list_items(
     const BinInput& in, const RasterArgs& args, const std::function<SplatRecord*(int64_t)>& allocate) {
   const int chunks = chunks_for(in.num_gaussians, in.threads, kLeastItems);
   struct alignas(64) Count {
-    int64_t items = 0, splats = 0, straddling = 0;
+    int64_t items = 0, splats = 0, straddling = 0, drawn = 0;
     bool owner_out_of_range = false;
   };
   std::vector<Count> counts(static_cast<size_t>(chunks));
+  struct Drawn {
+    int32_t gaussian;
+    TileRect rect;
+  };
+  const auto drawn = uninitialised<Drawn>(in.num_gaussians);
   for_chunks(chunks, [&](int chunk) {
     const Chunk part(in.num_gaussians, chunk, chunks);
     Count count;
+    Drawn* next = drawn.get() + part.begin;
     for (int64_t i = part.begin; i < part.end; ++i) {
       TileRect rect;
       if (in.owner[i] < 0 || in.owner[i] >= args.tree.num_partitions) {
@@ -127,8 +133,10 @@ Items list_items(
         count.items += found;
         count.splats += found > 0;
         count.straddling += found > 0 && straddles;
+        if (found > 0) *next++ = {static_cast<int32_t>(i), rect};
       }
     }
+    count.drawn = next - drawn.get() - part.begin;
     counts[static_cast<size_t>(chunk)] = count;
   });
   Items items;
@@ -146,12 +154,12 @@ Items list_items(
   for_chunks(chunks, [&](int chunk) {
     const Chunk part(in.num_gaussians, chunk, chunks);
     int64_t item = first[static_cast<size_t>(chunk)];
-    for (int64_t i = part.begin; i < part.end; ++i) {
-      TileRect rect;
-      if (!visible(in, i) || !tile_rect(in, args, i, &rect)) continue;
+    const Drawn *from = drawn.get() + part.begin, *end = from + counts[static_cast<size_t>(chunk)].drawn;
+    for (; from < end; ++from) {
+      const int64_t i = from->gaussian;
       for_candidates(in, args, i, [&](int participant, bool tested) {
         records[item] = pack_record(in.splats(), i, tested);
-        items.list[item] = {rect, participant, 0};
+        items.list[item] = {from->rect, participant, 0};
         ++item;
       });
     }
@@ -160,14 +168,13 @@ Items list_items(
 }
 
 Block<uint32_t> sort_by_depth(const SplatRecord* records, int64_t count, int threads) {
-  constexpr int kBits = 11, kBuckets = 1 << kBits;
+  constexpr int kMostBits = 13;  // of a digit: its histogram and the ends of its buckets still fit the second cache
   struct Entry {
     uint32_t key, item;
   };
   const auto first = uninitialised<Entry>(count), second = uninitialised<Entry>(count);
   Entry *from = first.get(), *to = second.get();
   const int chunks = chunks_for(count, threads, kLeastItems);
-  auto starts = uninitialised<uint32_t>(static_cast<int64_t>(chunks) * kBuckets);
   std::vector<uint32_t> lowest(static_cast<size_t>(chunks), 0xffffffffu), highest(static_cast<size_t>(chunks), 0);
   for_chunks(chunks, [&](int chunk) {
     const Chunk part(count, chunk, chunks);
@@ -183,27 +190,31 @@ Block<uint32_t> sort_by_depth(const SplatRecord* records, int64_t count, int thr
   });
   const uint32_t low = *std::min_element(lowest.begin(), lowest.end());
   const uint32_t range = count > 0 ? *std::max_element(highest.begin(), highest.end()) - low : 0;
+  const int key_bits = range == 0 ? 0 : 32 - __builtin_clz(range), passes = (key_bits + kMostBits - 1) / kMostBits;
+  const int bits = passes == 0 ? 0 : (key_bits + passes - 1) / passes;
+  const uint32_t buckets = 1u << bits, digit = buckets - 1;
+  auto starts = uninitialised<uint32_t>(static_cast<int64_t>(chunks) * buckets);
   // Each pass is stable, and the first one sees the items in order of their Gaussians.
-  for (int shift = 0; shift < 32 && range >> shift != 0; shift += kBits) {
+  for (int shift = 0; shift < key_bits; shift += bits) {
     for_chunks(chunks, [&](int chunk) {
       const Chunk part(count, chunk, chunks);
-      uint32_t* histogram = starts.get() + static_cast<int64_t>(chunk) * kBuckets;
-      std::fill(histogram, histogram + kBuckets, 0u);
-      for (int64_t i = part.begin; i < part.end; ++i) ++histogram[(from[i].key - low) >> shift & (kBuckets - 1)];
+      uint32_t* histogram = starts.get() + static_cast<int64_t>(chunk) * buckets;
+      std::fill(histogram, histogram + buckets, 0u);
+      for (int64_t i = part.begin; i < part.end; ++i) ++histogram[(from[i].key - low) >> shift & digit];
     });
     uint32_t total = 0;
-    for (int bucket = 0; bucket < kBuckets; ++bucket)
+    for (uint32_t bucket = 0; bucket < buckets; ++bucket)
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        uint32_t& start = starts[static_cast<int64_t>(chunk) * kBuckets + bucket];
+        uint32_t& start = starts[static_cast<int64_t>(chunk) * buckets + bucket];
         const uint32_t here = start;
         start = total;
         total += here;
       }
     for_chunks(chunks, [&](int chunk) {
       const Chunk part(count, chunk, chunks);
-      uint32_t* next = starts.get() + static_cast<int64_t>(chunk) * kBuckets;
+      uint32_t* next = starts.get() + static_cast<int64_t>(chunk) * buckets;
       for (int64_t i = part.begin; i < part.end; ++i)
-        to[next[(from[i].key - low) >> shift & (kBuckets - 1)]++] = from[i];
+        to[next[(from[i].key - low) >> shift & digit]++] = from[i];
     });
     std::swap(from, to);
   }
@@ -263,8 +274,7 @@ Pairs count_pairs(
 }
 
 void list_pairs(
-    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, int32_t* pair_records,
-    int32_t* item_pairs) {
+    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, Pair* list) {
   const int64_t jobs = args.num_jobs();
   for_chunks(pairs.chunks, [&](int chunk) {
     const Chunk part(items.count, chunk, pairs.chunks);
@@ -274,9 +284,7 @@ void list_pairs(
       const Item& item = items.list[order[at]];
       int32_t slot = item.pairs;
       for_jobs(args, pairs.job_renders.get(), item, [&](int64_t job) {
-        const int32_t pair = next[job]++;
-        pair_records[pair] = static_cast<int32_t>(order[at]);
-        item_pairs[slot++] = pair;
+        list[next[job]++] = {static_cast<int32_t>(order[at]), slot++};
       });
     }
   });

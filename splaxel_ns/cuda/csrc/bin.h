@@ -73,10 +73,9 @@ Pairs count_pairs(
     const BinInput& in, const RasterArgs& args, Items& items, const uint32_t* order, int32_t* tile_offsets,
     int32_t* item_offsets);
 
-// Lists pairs: pair_records, job by job and nearest first, and item_pairs, the pairs of each item.
+// Lists pairs, job by job and nearest first.
 void list_pairs(
-    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, int32_t* pair_records,
-    int32_t* item_pairs);
+    const RasterArgs& args, const Items& items, const uint32_t* order, Pairs& pairs, Pair* list);
 
 // (splat, pixel) pairs inside the image that the design wants drawn, but whose partition does not render the pixel.
 int64_t count_clipped(const BinInput& in, const RasterArgs& args);

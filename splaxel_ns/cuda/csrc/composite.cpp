@@ -25,7 +25,7 @@ struct Image {
 };
 
 struct Gradients {
-  const float *v_rgb, *v_depth, *v_alpha;
+  const float *v_rgb, *v_depth, *v_alpha;  // the last two may be null: nobody asks for depth or alpha
   float *v_colors, *v_depths, *v_transmittances;
   bool past_caches;  // they are too large to be found there again
 };
@@ -84,7 +84,10 @@ SPLAXEL_INLINE void composite_block_vjp_body(
       w[i] *= t[i];
     }
   }
-  const float *v_rgb = out.v_rgb + 3 * first, *v_depth = out.v_depth + first, *v_alpha = out.v_alpha + first;
+  const float zeros[kBlock] = {};
+  const float* v_rgb = out.v_rgb + 3 * first;
+  const float* v_depth = out.v_depth != nullptr ? out.v_depth + first : zeros;
+  const float* v_alpha = out.v_alpha != nullptr ? out.v_alpha + first : zeros;
   const float r = in.background[0], g = in.background[1], b = in.background[2];
 #pragma omp simd
   for (int i = 0; i < count; ++i) {
@@ -109,7 +112,7 @@ SPLAXEL_INLINE void composite_block_vjp_body(
       v_t[i] = v_transmittance;
     }
     write_out(v_color, 3 * count, out.v_colors + 3 * start, out.past_caches);
-    write_out(v_d, count, out.v_depths + start, out.past_caches);
+    if (out.v_depth != nullptr) write_out(v_d, count, out.v_depths + start, out.past_caches);
     write_out(v_t, count, out.v_transmittances + start, out.past_caches);
   }
   for (int c = 0; c < 3; ++c) v_background[c] = sum_block(v_back[c]);
@@ -144,13 +147,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> composite(
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> composite_backward(
     const at::Tensor& colors, const at::Tensor& depths, const at::Tensor& transmittances,
-    const at::Tensor& background, const at::Tensor& v_rgb, const at::Tensor& v_depth, const at::Tensor& v_alpha) {
+    const at::Tensor& background, const at::Tensor& v_rgb, const std::optional<at::Tensor>& v_depth,
+    const std::optional<at::Tensor>& v_alpha) {
   const Layers in = layers_of(colors, depths, transmittances, background);
-  at::Tensor v_colors = pooled_floats(colors.sizes()), v_depths = pooled_floats(depths.sizes());
+  at::Tensor v_colors = pooled_floats(colors.sizes());
+  at::Tensor v_depths;  // None where depth has no gradient
+  if (v_depth.has_value()) v_depths = pooled_floats(depths.sizes());
   at::Tensor v_transmittances = pooled_floats(transmittances.sizes());
   at::Tensor v_background = pooled_floats(background.sizes());
-  const Gradients out = {v_rgb.const_data_ptr<float>(), v_depth.const_data_ptr<float>(),
-                         v_alpha.const_data_ptr<float>(), v_colors.data_ptr<float>(), v_depths.data_ptr<float>(),
+  const Gradients out = {v_rgb.const_data_ptr<float>(),
+                         v_depth.has_value() ? v_depth->const_data_ptr<float>() : nullptr,
+                         v_alpha.has_value() ? v_alpha->const_data_ptr<float>() : nullptr,
+                         v_colors.data_ptr<float>(), v_depth.has_value() ? v_depths.data_ptr<float>() : nullptr,
                          v_transmittances.data_ptr<float>(), 20 * in.count * in.pixels > kPastCaches};
   std::vector<double> partial(static_cast<size_t>(3 * num_blocks(in.pixels)));
   at::parallel_for(0, num_blocks(in.pixels), 16, [&](int64_t begin, int64_t end) {

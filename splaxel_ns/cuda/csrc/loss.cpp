@@ -2,7 +2,8 @@
 // Letters: H x W pixels; windows are 11x11 and lie inside the image, so there are (H - 10) x (W - 10) of them.
 //
 // Rows stay as they are, three interleaved channels: a window's next column is 3 floats away, and every loop runs over
-// contiguous memory. Image rows are cut into bands, one task each. A task walks down the rows it needs and keeps two
+// contiguous memory. The image is cut into bands of rows, and where it is wide into strips of columns, so that what a
+// task keeps stays in the second cache; strips overlap by the reach of a window. A task walks down the rows it needs and keeps two
 // rings of 11 rows: moments filtered along the row, and the windows' derivatives spread along the row. A window's value
 // exists once its last row is filtered, a pixel's gradient once the last window that holds it is.
 
@@ -43,10 +44,15 @@ Weights make_weights() {
   return weights;
 }
 
+constexpr int64_t kStripColumns = 1024;
+
+// One strip of the image.
 struct Job {
-  const float *pred, *gt;  // [H, W, 3]
-  float* v_pred;           // [H, W, 3], or null when only the values are wanted
-  int64_t height, width;
+  const float *pred, *gt;  // first pixels of the strip's rows, `stride` floats apart
+  float* v_pred;           // likewise, or null when only the values are wanted
+  int64_t height, width;   // of the strip, overlap included
+  int64_t stride;
+  int64_t own_begin, own_end;  // floats of a row that are this strip's: its pixels, and the windows that begin there
   Weights weights;
   float v_l1, v_ssim;  // derivative of the loss with respect to one |difference| and one window's SSIM
   // What the values count of each |difference| [H, W, 3] and of each window [H - 10, W - 10, 3], or null: all. The
@@ -72,7 +78,8 @@ struct Scratch {
   float* filtered(int which) { return row(9 * kTaps + 5 + which); }                     // of 4
   float* shift() { return row(9 * kTaps + 9); }
   float* zeros() { return row(9 * kTaps + 10); }
-  static constexpr int64_t kRows = 9 * kTaps + 11;
+  float* own() { return row(9 * kTaps + 11); }  // 1 where the strip counts, else 0
+  static constexpr int64_t kRows = 9 * kTaps + 12;
   int64_t pitch;
   std::vector<float> storage;
 };
@@ -101,7 +108,7 @@ SPLAXEL_INLINE void choose_shift(const Job& job, int64_t begin, int64_t end, flo
     float sum = 0.0f;
     int64_t count = 0;
     for (int64_t y = begin; y < end; y += 4)
-      for (int64_t x = 0; x < job.width; x += 4, ++count) sum += job.gt[kChannels * (y * job.width + x) + c];
+      for (int64_t x = 0; x < job.width; x += 4, ++count) sum += job.gt[y * job.stride + kChannels * x + c];
     for (int64_t x = 0; x < job.width; ++x) shift[kChannels * x + c] = sum / static_cast<float>(count);
   }
 }
@@ -109,20 +116,21 @@ SPLAXEL_INLINE void choose_shift(const Job& job, int64_t begin, int64_t end, flo
 // Reads row y and filters its moments along the row. Returns the row's sum of |pred - gt|.
 SPLAXEL_INLINE double read_row(const Job& job, int64_t y, Scratch& s) {
   const int64_t length = kChannels * job.width;
-  const float *pred = job.pred + y * length, *gt = job.gt + y * length, *shift = s.shift();
+  const float *pred = job.pred + y * job.stride, *gt = job.gt + y * job.stride;
+  const float *shift = s.shift(), *own = s.own();
   float *px = s.pixel(0, y), *py = s.pixel(1, y), *squares = s.products(0), *xy = s.products(1);
   double l1 = 0.0;
 #pragma omp simd reduction(+ : l1)
   for (int64_t x = 0; x < length; ++x) {
     const float a = pred[x] - shift[x], b = gt[x] - shift[x];
     px[x] = a, py[x] = b, squares[x] = a * a + b * b, xy[x] = a * b;
-    l1 += static_cast<double>(std::abs(pred[x] - gt[x]));
+    l1 += static_cast<double>(own[x] * std::abs(pred[x] - gt[x]));
   }
   if (job.counts != nullptr) {
-    const float* counts = job.counts + y * length;
+    const float* counts = job.counts + y * job.stride;
     l1 = 0.0;
 #pragma omp simd reduction(+ : l1)
-    for (int64_t x = 0; x < length; ++x) l1 += static_cast<double>(counts[x] * std::abs(pred[x] - gt[x]));
+    for (int64_t x = 0; x < length; ++x) l1 += static_cast<double>(own[x] * counts[x] * std::abs(pred[x] - gt[x]));
   }
   const Weights w = job.weights;
   const float* sources[4] = {px, py, squares, xy};
@@ -144,7 +152,8 @@ SPLAXEL_INLINE double window_row(const Job& job, int64_t y, Scratch& s) {
     for (int k = 0; k < kTaps; ++k) rows[k] = s.moment(m, y + k);
     filter_down(rows, length - kMargin, w, s.filtered(m));
   }
-  const float *m0 = s.filtered(0), *m1 = s.filtered(1), *m2 = s.filtered(2), *m3 = s.filtered(3), *shift = s.shift();
+  const float *m0 = s.filtered(0), *m1 = s.filtered(1), *m2 = s.filtered(2), *m3 = s.filtered(3);
+  const float *shift = s.shift(), *own = s.own();
   float *d0 = s.derivative(0) + kMargin, *d1 = s.derivative(1) + kMargin, *d2 = s.derivative(2) + kMargin;
   double sum = 0.0;
   if (job.window_counts == nullptr) {
@@ -152,15 +161,15 @@ SPLAXEL_INLINE double window_row(const Job& job, int64_t y, Scratch& s) {
     for (int64_t x = 0; x < length - kMargin; ++x) {
       const SsimPoint<float> p = ssim_point(m0[x], m1[x], m2[x], m3[x], shift[x]);
       d0[x] = p.v_mean, d1[x] = p.v_square, d2[x] = p.v_product;
-      sum += static_cast<double>(p.value);
+      sum += static_cast<double>(own[x] * p.value);
     }
   } else {
-    const float* counts = job.window_counts + y * (length - kMargin);
+    const float* counts = job.window_counts + y * (job.stride - kMargin);
 #pragma omp simd reduction(+ : sum)
     for (int64_t x = 0; x < length - kMargin; ++x) {
       const SsimPoint<float> p = ssim_point(m0[x], m1[x], m2[x], m3[x], shift[x]);
       d0[x] = p.v_mean, d1[x] = p.v_square, d2[x] = p.v_product;
-      sum += static_cast<double>(counts[x] * p.value);
+      sum += static_cast<double>(own[x] * counts[x] * p.value);
     }
   }
   if (job.v_pred == nullptr) return sum;
@@ -189,17 +198,22 @@ SPLAXEL_INLINE void gradient_row(const Job& job, int64_t y, Scratch& s) {
   }
   const float *g0 = s.filtered(0), *g1 = s.filtered(1), *g2 = s.filtered(2);
   const float *px = s.pixel(0, y), *py = s.pixel(1, y);
-  const float *pred = job.pred + y * length, *gt = job.gt + y * length;
-  float* out = job.v_pred + y * length;
+  const float *pred = job.pred + y * job.stride, *gt = job.gt + y * job.stride;
+  float* out = job.v_pred + y * job.stride;
   const float v_l1 = job.v_l1, v_ssim = job.v_ssim;
+  const int64_t first = job.own_begin, last = job.own_end;
 #pragma omp simd
-  for (int64_t x = 0; x < length; ++x)
+  for (int64_t x = first; x < last; ++x)
     out[x] = v_l1 * sign_of(pred[x] - gt[x]) + v_ssim * (g0[x] + 2.0f * px[x] * g1[x] + py[x] * g2[x]);
 }
 
 SPLAXEL_INLINE Sums band_body(const Job& job, int64_t begin, int64_t end, Scratch& s) {
   Sums sums = {0.0, 0.0};
   choose_shift(job, begin, end, s.shift());
+  std::fill(s.own(), s.own() + s.pitch, 0.0f);
+  std::fill(s.own() + job.own_begin, s.own() + job.own_end, 1.0f);
+  // The strip before may have been wider.
+  for (int m = 0; m < 3; ++m) std::fill(s.derivative(m) + kChannels * job.width, s.derivative(m) + s.pitch, 0.0f);
   const int64_t last_window = job.height - kTaps;
   const int64_t top = std::max<int64_t>(begin - kReach, 0), bottom = std::min(end + kReach, job.height);
   for (int64_t y = top; y < bottom; ++y) {
@@ -221,6 +235,22 @@ SPLAXEL_INLINE Sums band_body(const Job& job, int64_t begin, int64_t end, Scratc
 SPLAXEL_DISPATCH(
     Sums, band, (const Job& job, int64_t begin, int64_t end, Scratch& s), (job, begin, end, s))
 
+// Columns [begin, begin + columns) of an image, with those around that windows over them reach.
+Job strip_of(const Job& image, int64_t begin, int64_t columns) {
+  const int64_t end = std::min(begin + columns, image.width);
+  const int64_t left = std::max<int64_t>(begin - kReach, 0), right = std::min(end + kReach, image.width);
+  Job job = image;
+  job.pred += kChannels * left;
+  job.gt += kChannels * left;
+  if (job.v_pred != nullptr) job.v_pred += kChannels * left;
+  if (job.counts != nullptr) job.counts += kChannels * left;
+  if (job.window_counts != nullptr) job.window_counts += kChannels * left;
+  job.width = right - left;
+  job.own_begin = kChannels * (begin - left);
+  job.own_end = kChannels * (end - left);
+  return job;
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> l1_ssim(
     const at::Tensor& pred, const at::Tensor& gt, double ssim_lambda, bool need_grad,
     const std::optional<at::Tensor>& counts, const std::optional<at::Tensor>& window_counts, int64_t full_height,
@@ -229,19 +259,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> l1_ssim(
   const double values = 3.0 * static_cast<double>(full_height) * static_cast<double>(full_width);
   const double windows = 3.0 * static_cast<double>(full_height - kReach) * static_cast<double>(full_width - kReach);
   at::Tensor v_pred = pooled_floats(need_grad ? pred.sizes() : at::IntArrayRef({0}));
-  const Job job = {pred.const_data_ptr<float>(), gt.const_data_ptr<float>(),
-                   need_grad ? v_pred.data_ptr<float>() : nullptr, height, width, make_weights(),
-                   static_cast<float>((1.0 - ssim_lambda) / values), static_cast<float>(-ssim_lambda / windows),
-                   counts.has_value() ? counts->const_data_ptr<float>() : nullptr,
-                   window_counts.has_value() ? window_counts->const_data_ptr<float>() : nullptr};
-  // The bands depend on the image alone, and their sums are added in order: the result does not depend on the threads.
+  const Job image = {pred.const_data_ptr<float>(), gt.const_data_ptr<float>(),
+                     need_grad ? v_pred.data_ptr<float>() : nullptr, height, width, kChannels * width, 0,
+                     kChannels * width, make_weights(), static_cast<float>((1.0 - ssim_lambda) / values),
+                     static_cast<float>(-ssim_lambda / windows),
+                     counts.has_value() ? counts->const_data_ptr<float>() : nullptr,
+                     window_counts.has_value() ? window_counts->const_data_ptr<float>() : nullptr};
+  // The bands and strips depend on the image alone, and their sums are added in order: the result does not depend on
+  // the threads.
   // Their number is even, which suits two threads; below 64 rows the ten above and below cost too much.
   const int64_t bands = 2 * ((height + 127) / 128), rows = (height + bands - 1) / bands;
-  std::vector<Sums> sums(static_cast<size_t>(bands), Sums{0.0, 0.0});
-  at::parallel_for(0, bands, 1, [&](int64_t first, int64_t last) {
-    Scratch scratch(width);
+  const int64_t strips = (width + kStripColumns - 1) / kStripColumns, columns = (width + strips - 1) / strips;
+  std::vector<Sums> sums(static_cast<size_t>(bands * strips), Sums{0.0, 0.0});
+  at::parallel_for(0, bands * strips, 1, [&](int64_t first, int64_t last) {
+    Scratch scratch(std::min(columns + 2 * kReach, width));
     for (int64_t k = first; k < last; ++k) {
-      const int64_t begin = std::min(k * rows, height), end = std::min(begin + rows, height);
+      const int64_t begin = std::min(k / strips * rows, height), end = std::min(begin + rows, height);
+      const Job job = strip_of(image, k % strips * columns, columns);
       if (begin < end) sums[static_cast<size_t>(k)] = band(job, begin, end, scratch);
     }
   });

@@ -80,6 +80,8 @@ void for_jobs_in_parallel(const RasterArgs& args, std::vector<RasterScratch>& sc
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+Pair* pairs_of(const Tensor& pairs) { return reinterpret_cast<Pair*>(pairs.mutable_data_ptr<int32_t>()); }
+
 Forward rasterize_partials(
     const Tensor& means2d, const Tensor& depths, const Tensor& conics, const Tensor& opacities, const Tensor& colors,
     const Tensor& extents, const Tensor& owner, const Tensor& means, const std::optional<Tensor>& reach,
@@ -121,18 +123,17 @@ Forward rasterize_partials(
   TORCH_CHECK(
       pairs.count <= std::numeric_limits<int32_t>::max(), "A view of ", args.width, "x", args.height, " pixels has ",
       pairs.count, " pairs of splats and tiles, more than 2^31: the splats are far too large.");
-  Tensor pair_records = pooled({pairs.count}, at::kInt);
-  Tensor item_pairs = pooled({pairs.count}, at::kInt);
+  Tensor listed = pooled({pairs.count, 2}, at::kInt);
   Tensor pair_masks = pooled({pairs.count}, at::kShort);
-  list_pairs(
-      args, items, sorted.get(), pairs, pair_records.mutable_data_ptr<int32_t>(),
-      item_pairs.mutable_data_ptr<int32_t>());
+  Tensor checkpoints = pooled_floats({checkpoints_of(pairs.count), kBlocks, kLanes});
+  list_pairs(args, items, sorted.get(), pairs, pairs_of(listed));
 
   Tensor out_colors = pooled_floats({args.num_participants, args.height, args.width, 3});
   Tensor out_depths = pooled_floats({args.num_participants, args.height, args.width});
   Tensor out_transmittances = pooled_floats(out_depths.sizes());
   args.tile_offsets = ints(tile_offsets);
-  args.pair_records = ints(pair_records);
+  args.pairs = pairs_of(listed);
+  args.checkpoints = checkpoints.mutable_data_ptr<float>();
   args.pair_masks = reinterpret_cast<uint16_t*>(pair_masks.mutable_data_ptr<int16_t>());
   args.colors = out_colors.mutable_data_ptr<float>();
   args.depths = out_depths.mutable_data_ptr<float>();
@@ -152,21 +153,8 @@ Forward rasterize_partials(
   stat[4] = count_clipped_pairs ? count_clipped(in, args) : -1;
   stat[5] = std::chrono::nanoseconds(binned - start).count();
   stat[6] = std::chrono::nanoseconds(drawn - binned).count();
-  return {out_colors, out_depths, out_transmittances, records, pair_records, pair_masks, item_pairs, item_offsets,
+  return {out_colors, out_depths, out_transmittances, records, listed, pair_masks, checkpoints, item_offsets,
           tile_offsets, stats};
-}
-
-// Floats that the backward pass of the fullest job keeps, and its number of pairs.
-std::pair<int64_t, int64_t> largest_job(const RasterArgs& args) {
-  int64_t most_blocks = 0, most_pairs = 0;
-  for (int64_t job = 0; job < args.num_jobs(); ++job) {
-    int64_t blocks = 0;
-    for (int32_t pair = args.tile_offsets[job]; pair < args.tile_offsets[job + 1]; ++pair)
-      blocks += __builtin_popcount(args.pair_masks[pair]);
-    most_blocks = std::max(most_blocks, blocks);
-    most_pairs = std::max<int64_t>(most_pairs, args.tile_offsets[job + 1] - args.tile_offsets[job]);
-  }
-  return {2 * kLanes * most_blocks, most_pairs};
 }
 
 struct SplatGrads {
@@ -175,10 +163,10 @@ struct SplatGrads {
 
 // Adds up the pairs of each Gaussian, in a fixed order, and turns the sums into gradients.
 void sum_pairs(
-    const RasterArgs& args, const Tensor& conics, const Tensor& opacities, const Tensor& item_pairs,
-    const Tensor& item_offsets, int threads, SplatGrads& grads) {
+    const RasterArgs& args, const Tensor& conics, const Tensor& opacities, const Tensor& item_offsets, int threads,
+    SplatGrads& grads) {
   const int64_t count = item_offsets.size(0) - 1;
-  const int32_t *pairs = ints(item_pairs), *offsets = ints(item_offsets);
+  const int32_t* offsets = ints(item_offsets);
   const float *conic = floats(conics), *opacity = floats(opacities);
   float* means2d = grads.means2d.mutable_data_ptr<float>();
   float* depths = grads.depths.mutable_data_ptr<float>();
@@ -191,10 +179,6 @@ void sum_pairs(
     while (item > 0 && item < count && args.records[item].index == args.records[item - 1].index) ++item;
     return item;
   };
-  // Rows lie in the order of tiles, so each is a miss in the caches.
-  constexpr int kAhead = 24;
-  const int32_t last = offsets[count];
-  const auto row_of = [&](int32_t slot) { return args.pair_grads + static_cast<int64_t>(kGradRow) * pairs[slot]; };
   const int chunks = chunks_for(count, threads);
   for_chunks(chunks, [&](int chunk) {
     const Chunk part(count, chunk, chunks);
@@ -204,9 +188,8 @@ void sum_pairs(
       const int64_t i = args.records[item].index;
       float sums[kGradRow] = {};
       for (; item < end && args.records[item].index == i; ++item)
-        for (int32_t slot = offsets[item]; slot < offsets[item + 1]; ++slot) {
-          if (slot + kAhead < last) __builtin_prefetch(row_of(slot + kAhead));
-          const float* row = row_of(slot);
+        for (int64_t at = offsets[item]; at < offsets[item + 1]; ++at) {
+          const float* row = args.pair_grads + kGradRow * at;
           for (int m = 0; m < kNumMoments; ++m) sums[m] += row[m];
         }
       const SplatPixelsGrad grad = splat_gradient(sums, conic + 3 * i, opacity[i]);
@@ -235,38 +218,32 @@ Backward rasterize_partials_backward(
     const Tensor& threshold, const Tensor& children, const Tensor& lo, const Tensor& hi, const Tensor& order,
     const Tensor& spans, const std::optional<Tensor>& saturated, int64_t width, int64_t boundary, double stop,
     const Tensor& records,
-    const Tensor& pair_records, const Tensor& pair_masks, const Tensor& item_pairs, const Tensor& item_offsets,
-    const Tensor& tile_offsets, const Tensor& v_colors, const Tensor& v_depths, const Tensor& v_transmittances,
+    const Tensor& pairs, const Tensor& pair_masks, const Tensor& checkpoints, const Tensor& item_offsets,
+    const Tensor& tile_offsets, const Tensor& v_colors, const std::optional<Tensor>& v_depths, const Tensor& v_transmittances,
     bool absgrad) {
   Setup setup(viewmat, intrinsics, axis, threshold, children, lo, hi, order, spans, saturated, width, boundary, stop);
   RasterArgs& args = setup.args;
   args.records = reinterpret_cast<const SplatRecord*>(floats(records));
   args.tile_offsets = ints(tile_offsets);
-  args.pair_records = ints(pair_records);
+  args.pairs = reinterpret_cast<const Pair*>(ints(pairs));
   // The kernels share one struct for both directions; backward only reads these.
   args.pair_masks = reinterpret_cast<uint16_t*>(const_cast<int16_t*>(pair_masks.const_data_ptr<int16_t>()));
+  args.checkpoints = const_cast<float*>(floats(checkpoints));
   args.colors = const_cast<float*>(floats(v_colors));
-  args.depths = const_cast<float*>(floats(v_depths));
+  args.depths = v_depths.has_value() ? const_cast<float*>(floats(*v_depths)) : nullptr;
   args.transmittances = const_cast<float*>(floats(v_transmittances));
   args.absgrad = absgrad;
-  const auto pair_grads = uninitialised<float>(pair_records.size(0) * kGradRow);
+  const auto pair_grads = uninitialised<float>(pairs.size(0) * kGradRow);
   args.pair_grads = pair_grads.get();
 
-  const auto [floats_kept, most_pairs] = largest_job(args);
   std::vector<RasterScratch> scratch(static_cast<size_t>(setup.threads));
-  const auto alphas = uninitialised<float>(floats_kept * setup.threads);
-  const auto masks = uninitialised<uint16_t>(most_pairs * setup.threads);
-  for (int64_t thread = 0; thread < setup.threads; ++thread) {
-    scratch[static_cast<size_t>(thread)].alphas = alphas.get() + thread * floats_kept;
-    scratch[static_cast<size_t>(thread)].masks = masks.get() + thread * most_pairs;
-  }
   for_jobs_in_parallel(args, scratch, kernels().backward);
 
   const int64_t n = conics.size(0);
   SplatGrads grads{
       pooled_zeros({n, 2}), pooled_zeros({n}),    pooled_zeros({n, 3}),
       pooled_zeros({n}),    pooled_zeros({n, 3}), pooled_zeros({absgrad ? n : 0, 2})};
-  sum_pairs(args, conics, opacities, item_pairs, item_offsets, setup.threads, grads);
+  sum_pairs(args, conics, opacities, item_offsets, setup.threads, grads);
   return {grads.means2d, grads.depths, grads.conics, grads.opacities, grads.colors, grads.absolute};
 }
 

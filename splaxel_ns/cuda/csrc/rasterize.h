@@ -16,9 +16,17 @@ constexpr int kBlocks = (kTile / kBlock) * (kTile / kBlock);  // blocks of a til
 constexpr int kLanes = kBlock * kBlock;                     // pixels of a block, row by row
 constexpr int kGradRow = 16;                                // floats per pair that the backward pass leaves: a cache line
 
+constexpr int kReplay = 64;                                 // pairs that the backward pass holds at once, in the first cache
+
 enum class Boundary : int { kFilter = 0, kExact = 1, kNone = 2 };
 
 struct SplatRecord;
+
+// One splat in one tile.
+struct Pair {
+  int32_t record;  // index into records
+  int32_t row;     // of pair_grads: those of an item stand together
+};
 
 // The pixels a partition renders in one tile: bit l of word b is lane l of block b.
 struct TileRegion {
@@ -36,15 +44,22 @@ struct RasterArgs {
   const TileRegion* drawn;       // [Q, tiles]: what a participant draws of it; null: all
   const SplatRecord* records;    // [M]
   const int32_t* tile_offsets;   // [Q * tiles + 1] into the pairs
-  const int32_t* pair_records;   // [pairs] indices into records, nearest first within a job
-  uint16_t* pair_masks;          // [pairs] blocks of the tile that the pair may touch; the forward pass writes it
+  const Pair* pairs;             // [pairs], nearest first within a job
+  uint16_t* pair_masks;          // [pairs] blocks of the tile that the pair may touch and that still have lanes; the forward pass writes it
+  // Transmittances of a tile's pixels, block by block, before every kReplay-th pair but the first; the forward pass
+  // writes those of the blocks that are touched later on. [checkpoints_of(pairs), kBlocks, kLanes]
+  float* checkpoints;
   // Forward: written. Backward: the gradients, read.
   float* colors;                 // [Q, H, W, 3]
-  float* depths;                 // [Q, H, W]
+  float* depths;                 // [Q, H, W]; backward: null if depth has no gradient
   float* transmittances;         // [Q, H, W]
   float* pair_grads;             // [pairs, kGradRow], backward only
   bool absgrad;
 
+  // Those before pair k * kReplay of a job, k > 0; jobs have room for one more than they need.
+  SPLAXEL_INLINE float* checkpoint(int64_t job, int32_t k) const {
+    return checkpoints + (static_cast<int64_t>(tile_offsets[job] / kReplay) + k - 1) * (kBlocks * kLanes);
+  }
   SPLAXEL_INLINE int64_t num_jobs() const { return static_cast<int64_t>(num_participants) * tiles_x * tiles_y; }
   SPLAXEL_INLINE const TileRegion& drawn_by(int participant, int64_t tile) const {
     const int64_t tiles = static_cast<int64_t>(tiles_x) * tiles_y;
@@ -52,11 +67,10 @@ struct RasterArgs {
   }
 };
 
-// What one thread of a pass needs; aligned so that threads share no cache line.
+inline int64_t checkpoints_of(int64_t pairs) { return pairs / kReplay + 1; }
+
+// What one thread of a pass counts; aligned so that threads share no cache line.
 struct alignas(64) RasterScratch {
-  // Backward: (alpha, weight) of each (pair, block) of a tile, 2 * kLanes floats, and the blocks each pair reached.
-  float* alphas = nullptr;
-  uint16_t* masks = nullptr;
   int64_t dropped = 0;  // forward: (splat, pixel) pairs that the filter dropped
 };
 

@@ -88,13 +88,13 @@ SPLAXEL_INLINE LaneMask lt(Vec a, Vec b) {
 }
 SPLAXEL_INLINE LaneMask gt(Vec a, Vec b) { return lt(b, a); }
 SPLAXEL_INLINE LaneMask both(LaneMask a, LaneMask b) { return {_mm256_and_ps(a.lo, b.lo), _mm256_and_ps(a.hi, b.hi)}; }
-SPLAXEL_INLINE LaneMask ge_where(LaneMask w, Vec a, Vec b) { return both(w, ge(a, b)); }
 SPLAXEL_INLINE LaneMask gt_where(LaneMask w, Vec a, Vec b) { return both(w, gt(a, b)); }
 SPLAXEL_INLINE uint32_t bits(LaneMask m) {
   return static_cast<uint32_t>(_mm256_movemask_ps(m.lo)) | static_cast<uint32_t>(_mm256_movemask_ps(m.hi)) << 8;
 }
 SPLAXEL_INLINE bool any(LaneMask m) { return _mm256_movemask_ps(_mm256_or_ps(m.lo, m.hi)) != 0; }
 SPLAXEL_INLINE Vec keep(LaneMask m, Vec a) { return {_mm256_and_ps(m.lo, a.lo), _mm256_and_ps(m.hi, a.hi)}; }
+SPLAXEL_INLINE Vec fnma_where(LaneMask m, Vec a, Vec b, Vec c) { return fnma(keep(m, a), b, c); }
 
 SPLAXEL_INLINE __m256 power_of_two(__m256 whole) {
   const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));

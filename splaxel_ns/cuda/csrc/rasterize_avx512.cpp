@@ -8,7 +8,7 @@
 
 // Everything below, and nothing of the headers above, is compiled for AVX-512.
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,popcnt,lzcnt")
+#pragma GCC target("prfchw,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,popcnt,lzcnt")
 
 #include "scalar.h"
 
@@ -63,15 +63,13 @@ SPLAXEL_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
 SPLAXEL_INLINE Vec abs(Vec a) { return _mm512_abs_ps(a.v); }
 SPLAXEL_INLINE LaneMask ge(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ)}; }
 SPLAXEL_INLINE LaneMask lt(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
-SPLAXEL_INLINE LaneMask ge_where(LaneMask w, Vec a, Vec b) {
-  return {_mm512_mask_cmp_ps_mask(w.m, a.v, b.v, _CMP_GE_OQ)};
-}
 SPLAXEL_INLINE LaneMask gt_where(LaneMask w, Vec a, Vec b) {
   return {_mm512_mask_cmp_ps_mask(w.m, a.v, b.v, _CMP_GT_OQ)};
 }
 SPLAXEL_INLINE uint32_t bits(LaneMask m) { return m.m; }
 SPLAXEL_INLINE bool any(LaneMask m) { return m.m != 0; }
 SPLAXEL_INLINE Vec keep(LaneMask m, Vec a) { return _mm512_maskz_mov_ps(m.m, a.v); }
+SPLAXEL_INLINE Vec fnma_where(LaneMask m, Vec a, Vec b, Vec c) { return _mm512_mask3_fnmadd_ps(a.v, b.v, c.v, m.m); }
 
 SPLAXEL_INLINE Vec exp2(Vec x) {
   const __m512 whole = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -90,13 +90,13 @@ SPLAXEL_INLINE LaneMask ge(Vec a, Vec b) {
 SPLAXEL_INLINE LaneMask lt(Vec a, Vec b) {
   return each_bit([&](int i) { return a.v[i] < b.v[i]; });
 }
-SPLAXEL_INLINE LaneMask ge_where(LaneMask w, Vec a, Vec b) { return {w.m & ge(a, b).m}; }
 SPLAXEL_INLINE LaneMask gt_where(LaneMask w, Vec a, Vec b) { return {w.m & lt(b, a).m}; }
 SPLAXEL_INLINE uint32_t bits(LaneMask m) { return m.m; }
 SPLAXEL_INLINE bool any(LaneMask m) { return m.m != 0; }
 SPLAXEL_INLINE Vec keep(LaneMask m, Vec a) {
   return each([&](int i) { return m.m >> i & 1 ? a.v[i] : 0.0f; });
 }
+SPLAXEL_INLINE Vec fnma_where(LaneMask m, Vec a, Vec b, Vec c) { return fnma(keep(m, a), b, c); }
 
 SPLAXEL_INLINE Vec exp2(Vec x) {
   Vec r, scale;

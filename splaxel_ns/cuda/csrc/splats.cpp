@@ -4,11 +4,10 @@
 #include <tuple>
 #include <vector>
 
+#include "gaussians.h"
 #include "op.h"
 #include "pooled.h"
 #include "project_block.h"
-#include "sh_block.h"
-#include "update.h"
 
 namespace splaxel {
 namespace {
@@ -96,33 +95,16 @@ Tensors5 project_backward(
   return {v_means, v_quats, v_scales, v_opacities, v_viewmat};
 }
 
-SPLAXEL_INLINE void sh_of_body(int64_t degree, const ShInputs& in, int64_t first, int count, float* colors) {
-  switch (degree) {
-    case 0: return sh_block<0>(in, first, count, colors);
-    case 1: return sh_block<1>(in, first, count, colors);
-    case 2: return sh_block<2>(in, first, count, colors);
-    default: return sh_block<3>(in, first, count, colors);
+const GaussianKernels& kernels() {
+  switch (cpu_level()) {
+    case CpuLevel::kAvx512:
+      return kGaussiansAvx512;
+    case CpuLevel::kAvx2:
+      return kGaussiansAvx2;
+    default:
+      return kGaussiansPortable;
   }
 }
-
-SPLAXEL_DISPATCH(
-    void, sh_of, (int64_t degree, const ShInputs& in, int64_t first, int count, float* colors),
-    (degree, in, first, count, colors))
-
-SPLAXEL_INLINE void sh_vjp_of_body(
-    int64_t degree, const ShInputs& in, const ShGradients& out, int64_t first, int count, double* v_center) {
-  switch (degree) {
-    case 0: return sh_block_vjp<0>(in, out, first, count, v_center);
-    case 1: return sh_block_vjp<1>(in, out, first, count, v_center);
-    case 2: return sh_block_vjp<2>(in, out, first, count, v_center);
-    default: return sh_block_vjp<3>(in, out, first, count, v_center);
-  }
-}
-
-SPLAXEL_DISPATCH(
-    void, sh_vjp_of,
-    (int64_t degree, const ShInputs& in, const ShGradients& out, int64_t first, int count, double* v_center),
-    (degree, in, out, first, count, v_center))
 
 ShInputs sh_inputs(
     const at::Tensor& means, const at::Tensor& cam_center, const at::Tensor& sh0, const at::Tensor& shN,
@@ -139,8 +121,7 @@ at::Tensor spherical_harmonics(
   const ShInputs in = sh_inputs(means, cam_center, sh0, shN, visible);
   float* out = colors.data_ptr<float>();
   at::parallel_for(0, num_blocks(n), 8, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b)
-      sh_of(degree, in, b * kBlock, static_cast<int>(std::min<int64_t>(kBlock, n - b * kBlock)), out);
+    kernels().colors(degree, in, n, begin, end, out);
   });
   return colors;
 }
@@ -156,10 +137,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> spherical_harmonics_b
                          v_shN.data_ptr<float>()};
   std::vector<double> partial(static_cast<size_t>(3 * num_blocks(n)));
   at::parallel_for(0, num_blocks(n), 8, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, n - b * kBlock));
-      sh_vjp_of(degree, in, out, b * kBlock, count, partial.data() + 3 * b);
-    }
+    kernels().colors_vjp(degree, in, out, n, begin, end, partial.data());
   });
   for (int c = 0; c < 3; ++c) {
     double sum = 0.0;
@@ -208,7 +186,7 @@ void update_gaussians(
     view.v_colors = t[8].const_data_ptr<float>();
     u.views.push_back(view);
   }
-  at::parallel_for(0, num_blocks(u.count), 8, [&](int64_t begin, int64_t end) { update_blocks(u, begin, end); });
+  at::parallel_for(0, num_blocks(u.count), 8, [&](int64_t begin, int64_t end) { kernels().update(u, begin, end); });
   for (const at::Tensor& param : params) param.unsafeGetTensorImpl()->bump_version();
 }
 

@@ -39,7 +39,4 @@ struct Update {
   bool all;  // also the Gaussians that no view saw
 };
 
-// Blocks [begin, end) of kBlock Gaussians.
-void update_blocks(const Update& update, int64_t begin, int64_t end);
-
 }  // namespace splaxel

@@ -47,12 +47,12 @@ std::tuple<Tensor, Tensor, Tensor> compose(
 template <class Layers>
 Tensor compose_backward(
     const Layers& layers, int64_t num_layers, ImageSize size, const Tensor& background, const Tensor& v_rgb,
-    const Tensor& v_depth, const Tensor& v_alpha) {
+    const std::optional<Tensor>& v_depth, const std::optional<Tensor>& v_alpha) {
   const DeviceScope scope(background);
   check_layers(num_layers);
   const Tensor parts = at::empty({static_cast<int64_t>(composite_blocks(size)), 3}, background.options());
-  const Composed gradients = {
-      const_cast<float*>(floats(v_rgb)), const_cast<float*>(floats(v_depth)), const_cast<float*>(floats(v_alpha))};
+  const auto or_null = [](const std::optional<Tensor>& v) { return v.has_value() ? const_cast<float*>(floats(*v)) : nullptr; };
+  const Composed gradients = {const_cast<float*>(floats(v_rgb)), or_null(v_depth), or_null(v_alpha)};
   composite_backward(
       layers, static_cast<int>(num_layers), size, floats(background), gradients, floats_of(parts), scope.stream());
   scope.check();
@@ -68,11 +68,13 @@ std::tuple<Tensor, Tensor, Tensor> composite_images(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> composite_images_backward(
     const Tensor& colors, const Tensor& depths, const Tensor& transmittances, const Tensor& background,
-    const Tensor& v_rgb, const Tensor& v_depth, const Tensor& v_alpha) {
-  Tensor v_colors = at::empty(colors.sizes(), colors.options()), v_depths = at::empty(depths.sizes(), depths.options());
+    const Tensor& v_rgb, const std::optional<Tensor>& v_depth, const std::optional<Tensor>& v_alpha) {
+  Tensor v_colors = at::empty(colors.sizes(), colors.options());
+  Tensor v_depths;  // None where depth has no gradient
+  if (v_depth.has_value()) v_depths = at::empty(depths.sizes(), depths.options());
   Tensor v_transmittances = at::empty(transmittances.sizes(), transmittances.options());
   DenseLayers layers = dense_layers(colors, depths, transmittances);
-  layers.v_colors = floats_of(v_colors), layers.v_depths = floats_of(v_depths);
+  layers.v_colors = floats_of(v_colors), layers.v_depths = v_depth.has_value() ? floats_of(v_depths) : nullptr;
   layers.v_transmittances = floats_of(v_transmittances);
   Tensor v_background = compose_backward(
       layers, colors.size(0), size_of(colors.size(2), colors.size(1)), background, v_rgb, v_depth, v_alpha);

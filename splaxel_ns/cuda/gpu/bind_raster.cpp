@@ -155,8 +155,8 @@ Backward rasterize_partials_backward(
     const Tensor& threshold, const Tensor& children, const Tensor& lo, const Tensor& hi, const Tensor& order,
     const Tensor& spans, const std::optional<Tensor>& saturated, int64_t width, int64_t boundary, double stop,
     const Tensor& records, const Tensor& items, const Tensor&, const Tensor& stopped, const Tensor&,
-    const Tensor& tile_offsets, const Tensor& v_colors, const Tensor& v_depths, const Tensor& v_transmittances,
-    bool absgrad) {
+    const Tensor& tile_offsets, const Tensor& v_colors, const std::optional<Tensor>& v_depths,
+    const Tensor& v_transmittances, bool absgrad) {
   const DeviceScope scope(conics);
   const Setup setup(
       scope, viewmat, intrinsics, axis, threshold, children, lo, hi, order, spans, saturated, width, boundary, stop);
@@ -172,7 +172,7 @@ Backward rasterize_partials_backward(
         packed, ints(items), ints(tile_offsets),
         reinterpret_cast<int2*>(const_cast<int32_t*>(stopped.const_data_ptr<int32_t>()))};
     const Images gradients = {
-        const_cast<float*>(floats(v_colors)), const_cast<float*>(floats(v_depths)),
+        const_cast<float*>(floats(v_colors)), v_depths.has_value() ? const_cast<float*>(floats(*v_depths)) : nullptr,
         const_cast<float*>(floats(v_transmittances))};
     const Tensor sums = at::zeros({num_items, kGradRow}, floating);
     draw_backward(setup.view, setup.boundary, lists, gradients, absgrad, floats_of(sums), scope.stream());

@@ -26,7 +26,7 @@ __device__ __forceinline__ void store(
   in.v_colors[3 * at + 1] = gradient.g;
   in.v_colors[3 * at + 2] = gradient.b;
   in.v_transmittances[at] = gradient.transmittance;
-  in.v_depths[at] = gradient.depth;
+  if (in.v_depths != nullptr) in.v_depths[at] = gradient.depth;
 }
 
 __device__ __forceinline__ int64_t stream_index(const StreamLayers& in, ImageSize size, int q, int64_t pixel) {
@@ -86,9 +86,10 @@ __global__ void __launch_bounds__(kCompositeThreads) composite_backward_kernel(
       w *= load_transmittance(layers, size, q, pixel);
     }
     const float v_r = gradients.rgb[3 * pixel], v_g = gradients.rgb[3 * pixel + 1], v_b = gradients.rgb[3 * pixel + 2];
-    const float v_d = gradients.depth[pixel];
+    const float v_d = gradients.depth != nullptr ? gradients.depth[pixel] : 0.0f;
+    const float v_alpha = gradients.alpha != nullptr ? gradients.alpha[pixel] : 0.0f;
     v_back[0] = w * v_r, v_back[1] = w * v_g, v_back[2] = w * v_b;
-    float rest = background[0] * v_r + background[1] * v_g + background[2] * v_b - gradients.alpha[pixel];
+    float rest = background[0] * v_r + background[1] * v_g + background[2] * v_b - v_alpha;
     for (int q = num_layers - 1; q >= 0; --q) {
       const PartialPixel p = load(layers, size, q, pixel);
       const float before = front[q * kCompositeThreads + thread];

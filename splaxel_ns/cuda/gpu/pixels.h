@@ -28,7 +28,7 @@ struct DenseLayers {
   const float* colors;          // [Q, H, W, 3]
   const float* depths;          // [Q, H, W]
   const float* transmittances;  // [Q, H, W]
-  float *v_colors, *v_depths, *v_transmittances;  // backward only
+  float *v_colors, *v_depths, *v_transmittances;  // backward only; v_depths null: not wanted
 };
 
 // Partial images as streams, one behind the other in one array.
@@ -42,7 +42,7 @@ struct StreamLayers {
 
 struct Composed {
   float* rgb;    // [H, W, 3]
-  float* depth;  // [H, W]
+  float* depth;  // [H, W]; this and the next as gradients also null, for zero
   float* alpha;  // [H, W]
 };
 

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
           ++dropped;
           continue;
         }
-        blend(s, min(raw, static_cast<float>(kAlphaMax)), state);
+        blend_where(s, min(raw, static_cast<float>(kAlphaMax)), true, state);
         last = start + i + 1;
         alive = state.transmittance > view.stop;
       }
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads)
     last = stopped.x;
     transmittance = __int_as_float(stopped.y);
     pixel = {gradients.colors[3 * at], gradients.colors[3 * at + 1], gradients.colors[3 * at + 2],
-             gradients.depths[at], gradients.transmittances[at]};
+             gradients.depths != nullptr ? gradients.depths[at] : 0.0f, gradients.transmittances[at]};
   }
   const int warp_last = __reduce_max_sync(kFullWarp, last);
   if (thread == 0) *block_last = 0;
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads)
         const float alpha = keep(blended, min(raw, static_cast<float>(kAlphaMax)));
         transmittance *= inverse(1.0f - alpha);
         float moments[kNumMoments] = {};
-        const float v = blend_backward(s, alpha, alpha * transmittance, pixel, moments);
+        const float v = blend_backward<true>(s, alpha, alpha * transmittance, pixel, moments);
         add_moments(v, dx, dy, moments);
         if (absgrad) add_absolute(s, v, dx, dy, moments);
         fold_sums<kSums>(moments, place.lane);

@@ -64,7 +64,7 @@ struct Lists {
 
 struct Images {
   float* colors;          // [Q, H, W, 3]
-  float* depths;          // [Q, H, W]
+  float* depths;          // [Q, H, W]; as gradients also null, for zero
   float* transmittances;  // [Q, H, W]
 };
 

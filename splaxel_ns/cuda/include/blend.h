@@ -1,8 +1,8 @@
 // One splat at one pixel, or at a vector of pixels: opacity, blending, and their derivatives.
 //
 // T is a scalar or a vector of pixels, M its mask; splats are scalars that widen to T. A T needs +, -, *, and the free
-// functions fma(a, b, c) = a b + c, fnma(a, b, c) = c - a b, min, abs, exp2, ge, gt, lt, and keep(mask, value), which
-// is zero where the mask is not set.
+// functions fma(a, b, c) = a b + c, fnma(a, b, c) = c - a b, min, abs, exp2, ge, gt, lt, keep(mask, value), which is
+// zero where the mask is not set, and fnma_where(mask, a, b, c), which is c there.
 //
 // With conic [[a, b], [b, c]] and offset (dx, dy) = pixel centre - mean,
 //   sigma = (a dx^2 + c dy^2) / 2 + b dx dy = (a (dx + k dy)^2 + d dy^2) / 2,  k = b / a,  d = c - b^2 / a.
@@ -57,14 +57,15 @@ struct BlendState {
   T r, g, b, depth, transmittance;
 };
 
-template <class T>
-SPLAXEL_INLINE void blend(const SplatRecord& s, T alpha, BlendState<T>& state) {
-  const T weight = alpha * state.transmittance;
+// Blends the splat where the mask says.
+template <class T, class M>
+SPLAXEL_INLINE void blend_where(const SplatRecord& s, T alpha, M where, BlendState<T>& state) {
+  const T weight = keep(where, alpha * state.transmittance);
   state.r = fma(weight, T(s.r), state.r);
   state.g = fma(weight, T(s.g), state.g);
   state.b = fma(weight, T(s.b), state.b);
   state.depth = fma(weight, T(s.depth), state.depth);
-  state.transmittance = fnma(alpha, state.transmittance, state.transmittance);
+  state.transmittance = fnma_where(where, alpha, state.transmittance, state.transmittance);
 }
 
 // dL/d(colour, depth) of a pixel, and what a unit of light from behind the current splat is worth.
@@ -80,15 +81,18 @@ enum Moment { kR, kG, kB, kDepth, kV, kVx, kVy, kVxx, kVxy, kVyy, kAbsX, kAbsY, 
 // One step of the walk from the farthest splat to the nearest. alpha and weight = alpha T are those of the forward pass.
 // dL/dalpha = T (s - behind) with s = <colour, g> + depth g_D: nothing is divided by 1 - alpha or by T, so opaque
 // splats and vanished transmittances are exact.
-template <class T>
+// Without depth, p.depth is taken for zero.
+template <bool depth, class T>
 SPLAXEL_INLINE T blend_backward(const SplatRecord& s, T alpha, T weight, PixelGrad<T>& p, T* sums) {
-  const T light = fma(T(s.r), p.r, fma(T(s.g), p.g, fma(T(s.b), p.b, T(s.depth) * p.depth)));
+  T light = T(s.b) * p.b;
+  if constexpr (depth) light = fma(T(s.b), p.b, T(s.depth) * p.depth);
+  light = fma(T(s.r), p.r, fma(T(s.g), p.g, light));
   const T gain = light - p.behind;
   p.behind = fma(alpha, gain, p.behind);
   sums[kR] = fma(weight, p.r, sums[kR]);
   sums[kG] = fma(weight, p.g, sums[kG]);
   sums[kB] = fma(weight, p.b, sums[kB]);
-  sums[kDepth] = fma(weight, p.depth, sums[kDepth]);
+  if constexpr (depth) sums[kDepth] = fma(weight, p.depth, sums[kDepth]);
   // No gradient through a clamped alpha.
   return keep(lt(alpha, T(static_cast<float>(kAlphaMax))), T(0.0f) - weight * gain);
 }

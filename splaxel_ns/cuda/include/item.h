@@ -27,10 +27,13 @@ struct TileRect {
 // The columns (or rows) [first, last] whose centres lie within `extent` of `center`, enlarged beyond rounding.
 SPLAXEL_INLINE bool covered(float center, float extent, int size, int* first, int* last) {
   const float half = extent * 1.0001f + 1e-3f;
-  const float low = std::ceil(center - half - 0.5f), high = std::floor(center + half - 0.5f);
-  if (!(high >= 0.0f && low <= static_cast<float>(size - 1) && high >= low)) return false;
-  *first = low > 0.0f ? static_cast<int>(low) : 0;
-  *last = high < static_cast<float>(size - 1) ? static_cast<int>(high) : size - 1;
+  const float low = center - half - 0.5f, high = center + half - 0.5f, end = static_cast<float>(size - 1);
+  if (!(high >= 0.0f && low <= end)) return false;
+  // Rounded up and down: a library call would cost more than all the rest.
+  const int whole = low > 0.0f ? static_cast<int>(low) : 0;
+  *first = whole + (low > static_cast<float>(whole) ? 1 : 0);
+  *last = high < end ? static_cast<int>(high) : size - 1;
+  if (*first > *last) return false;
   return true;
 }
 

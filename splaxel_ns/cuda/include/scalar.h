@@ -24,6 +24,7 @@ SPLAXEL_INLINE bool ge(float a, float b) { return a >= b; }
 SPLAXEL_INLINE bool gt(float a, float b) { return a > b; }
 SPLAXEL_INLINE bool lt(float a, float b) { return a < b; }
 SPLAXEL_INLINE uint32_t bits(bool mask) { return mask ? 1u : 0u; }
+SPLAXEL_INLINE float fnma_where(bool mask, float a, float b, float c) { return mask ? c - a * b : c; }
 SPLAXEL_INLINE float keep(bool mask, float value) { return mask ? value : 0.0f; }
 
 // 2^r for -1/2 <= r <= 1/2, to 6e-9 before rounding and exactly 1 at 0: (2^r - 1) / r interpolated at Chebyshev's points.

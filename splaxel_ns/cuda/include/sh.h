@@ -69,9 +69,11 @@ SPLAXEL_INLINE void sh_bases_vjp(T x, T y, T z, const T* v, int64_t stride, T& v
 
 // Whether a colour before the clamp at zero still gets a gradient. As torch.clamp_min, one of exactly zero does, so that
 // black Gaussians can brighten; what is zero must not depend on how the instructions round the sum.
+constexpr float kLeastColor = -3e-7f;
+
 template <class T>
 SPLAXEL_INLINE bool color_has_gradient(T color) {
-  return color >= T(-3e-7);
+  return color >= T(kLeastColor);
 }
 
 template <class T>
