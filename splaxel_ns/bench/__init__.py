@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import tyro
-
 
 def entrypoint() -> None:
     """The `splaxel-bench` command."""
+    import tyro  # here, so that `python -m splaxel_ns.bench.gpu` needs no more than torch
+
+    from splaxel_ns.bench.gpu import Gpu
     from splaxel_ns.bench.kernels import Kernels
     from splaxel_ns.bench.pictures import Pictures
     from splaxel_ns.bench.quality import Quality
@@ -14,7 +15,13 @@ def entrypoint() -> None:
 
     tyro.extras.set_accent_color("bright_yellow")
     try:
-        commands = {"kernels": Kernels, "quality": Quality, "pictures": Pictures, "saturation": Saturation}
+        commands = {
+            "kernels": Kernels,
+            "gpu": Gpu,
+            "quality": Quality,
+            "pictures": Pictures,
+            "saturation": Saturation,
+        }
         tyro.extras.subcommand_cli_from_dict(commands).main()
     except (OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"splaxel-bench: {error}") from error
