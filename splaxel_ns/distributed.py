@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from splaxel_ns import comm, migration
-from splaxel_ns.exchange import Tag
 from splaxel_ns.flight import Flight, RankRenderer
 from splaxel_ns.partition import PartitionTree
+from splaxel_ns.pixel_streams import Tag
 from splaxel_ns.render import Gaussians, Partitions, RenderOptions, partitions_of
 from splaxel_ns.saturation import ViewMask
 from splaxel_ns.scene import GAUSS_PARAMS, TREE, PartitionedGaussians
@@ -45,7 +45,8 @@ class DistributedGaussians(PartitionedGaussians):
         self.renderer: RankRenderer | None = None
         self._agreed: tuple[int, Partitions] | None = None
         if self.world.size > 1:
-            self.renderer = RankRenderer(self.world, self.config.exchange, self.config.half_pixels)
+            config = self.config
+            self.renderer = RankRenderer(self.world, config.exchange, config.half_pixels, config.active_pixels)
 
     @property
     def is_shared(self) -> bool:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splaxel_ns.comm import Disagreement, Pending, World
+from splaxel_ns.comm import World
 from splaxel_ns.compositing import compose
 from splaxel_ns.cuda.saturation import pack_bits, unpack_bits
 from splaxel_ns.cuda.splats import SSIM_WINDOW, LossShare
+from splaxel_ns.pixel_streams import PixelSwap, Tag
 from splaxel_ns.saturation import ViewMask
 from splaxel_ns.types import PartialImages, ViewPlan
 
@@ -59,8 +60,12 @@ class RankRegions:
         drawn = covered(self.spans[rank], self.width)
         return drawn if self.saturated is None else drawn & ~unpack_bits(self.saturated[rank], self.width)
 
-    def lowest_drawing(self, reach: int = 0) -> Tensor:
-        """The lowest-numbered rank that draws something at most `reach` pixels away on each axis from a pixel.
+    def composed_by(self, rank: int) -> Tensor:
+        """The pixels [H, W] bool whose colour, loss and gradients `rank` works out: here all that it draws."""
+        return self.drawn_by(rank)
+
+    def lowest_composing(self, reach: int = 0) -> Tensor:
+        """The lowest-numbered rank that composes something at most `reach` pixels away on each axis from a pixel.
 
         Returns:
             [H, W] uint8, `NOBODY` where there is none.
@@ -112,6 +117,11 @@ class Crop:
     def of(self, image: Tensor) -> Tensor:
         """The crop of an image [H, W, ...] -> [h, w, ...]."""
         return image[self.top : self.bottom, self.left : self.right]
+
+    def flat(self, pixels: Tensor, width: int) -> Tensor:
+        """Where pixels [M] int64, y W + x of an image of this width, are in the flattened crop."""
+        y = torch.div(pixels, width, rounding_mode="floor")
+        return (y - self.top) * (self.right - self.left) + (pixels - y * width - self.left)
 
 
 @dataclass(frozen=True)
@@ -241,34 +251,21 @@ def merged(partials: PartialImages) -> PartialImages:
 # Streams
 
 
-@dataclass(frozen=True)
-class Tag:
-    """What every stream says of itself, so that ranks which have come apart notice."""
-
-    step: int
-    view: int
-    version: int
-
-    def header(self, count: int) -> Tensor:
-        """[4] int32."""
-        return torch.tensor([self.step, self.view, self.version, count], dtype=torch.int32)
-
-
 def send_pixels(
-    world: World, regions: RankRegions, own: PartialImages | None, tag: Tag, with_depth: bool, half: bool
-) -> tuple[Pending, dict[int, Tensor]]:
+    world: World, regions: RankRegions, own: PartialImages | None, tag: Tag, with_depth: bool, half: bool, active: bool
+) -> tuple[PixelSwap, dict[int, Tensor], dict[int, Tensor]]:
     """Start swapping a view's pixels.
 
     Args:
         own: What this rank draws, one partial image; None if it draws nothing.
         with_depth: Send depths too; a pixel has 5 numbers then, else 4.
         half: As float16.
+        active: Leave out empty pixels.
 
     Returns:
-        The messages under way, and by source the pixels [M] that its message holds.
+        The swap, the pixels [M] that it brings by source, and those that it takes by destination.
     """
-    sends, receives, streams = {}, {}, {}
-    kind = torch.float16 if half else torch.float32
+    sends, sent, streams = {}, {}, {}
     channels = 5 if with_depth else 4
     if own is not None:
         parts = [own.colors[0], own.transmittances[0, ..., None]] + ([own.depths[0, ..., None]] if with_depth else [])
@@ -276,72 +273,62 @@ def send_pixels(
         for target in range(world.size):
             pixels = regions.stream(world.rank, target) if target != world.rank else packed.new_zeros(0).long()
             if len(pixels):
-                data = packed.index_select(0, pixels).to(kind)
-                sends[target] = torch.cat([tag.header(len(pixels)).view(torch.uint8), data.view(torch.uint8).flatten()])
+                sent[target], sends[target] = pixels, packed.index_select(0, pixels)
     for source in regions.order:
         pixels = regions.stream(source, world.rank) if source != world.rank else torch.zeros(0, dtype=torch.int64)
         if len(pixels):
             streams[source] = pixels
-            size = 16 + len(pixels) * channels * (2 if half else 4)
-            receives[source] = torch.empty(size, dtype=torch.uint8)
-    return world.start(sends, receives, "pixels"), streams
+    counts = {source: len(pixels) for source, pixels in streams.items()}
+    return PixelSwap(world, tag, "pixels", sends, counts, channels, half, active), streams, sent
+
+
+def stacked_layers(
+    world: World,
+    regions: RankRegions,
+    own: PartialImages | None,
+    values: dict[int, Tensor],
+    streams: dict[int, Tensor],
+    crop: Crop,
+) -> PartialImages:
+    """The ranks' partial images inside a crop, front to back: [Q, h, w]; empty where nothing has come.
+
+    Args:
+        own: What this rank draws.
+        values: What has come, by source, colour, transmittance and perhaps depth.  # [M, 4 | 5]
+        streams: The pixels that it belongs to.  # [M]
+    """
+    height, width = crop.bottom - crop.top, crop.right - crop.left
+    layers: list[tuple[Tensor, Tensor, Tensor]] = []
+    for rank in regions.order:
+        if rank == world.rank and own is not None:
+            layers.append((crop.of(own.colors[0]), crop.of(own.depths[0]), crop.of(own.transmittances[0])))
+            continue
+        layer = torch.zeros(height * width, 5)
+        layer[:, 3] = 1.0
+        if rank in values:
+            layer[crop.flat(streams[rank], regions.width), : values[rank].shape[1]] = values[rank]
+        picture = layer.view(height, width, 5)
+        layers.append((picture[..., :3], picture[..., 4], picture[..., 3]))
+    if not layers:
+        nothing = torch.zeros(0, height, width)
+        return PartialImages(torch.zeros(0, height, width, 3), nothing, nothing.clone())
+    colors, depths, transmittances = (torch.stack(part) for part in zip(*layers, strict=True))
+    return PartialImages(colors, depths, transmittances)
 
 
 def compose_canvas(
     world: World,
     regions: RankRegions,
     own: PartialImages | None,
-    messages: dict[int, Tensor],
+    values: dict[int, Tensor],
     streams: dict[int, Tensor],
-    tag: Tag,
-    with_depth: bool,
-    half: bool,
     background: Tensor,
     crop: Crop,
 ) -> Canvas:
-    """Put the ranks' pixels in order and compose them (paper, Eq. 4-6); gradients flow to `own` only.
-
-    Raises:
-        Disagreement: A message belongs to another view or step.
-    """
-    height, width = crop.bottom - crop.top, crop.right - crop.left
-    channels = 5 if with_depth else 4
-    layers: list[tuple[Tensor, Tensor, Tensor]] = []
-    for rank in regions.order:
-        if rank == world.rank and own is not None:
-            layers.append((crop.of(own.colors[0]), crop.of(own.depths[0]), crop.of(own.transmittances[0])))
-            continue
-        layer = torch.zeros(height * width, channels)
-        layer[:, 3] = 1.0
-        if rank in messages:
-            message = messages[rank]
-            _check_header(message[:16].view(torch.int32), tag.header(len(streams[rank])), rank, world.rank)
-            kind = torch.float16 if half else torch.float32
-            values = message[16:].view(kind).view(-1, channels).float()
-            y = torch.div(streams[rank], regions.width, rounding_mode="floor")
-            x = streams[rank] - y * regions.width
-            layer[(y - crop.top) * width + (x - crop.left)] = values
-        picture = layer.view(height, width, channels)
-        depth = picture[..., 4] if with_depth else torch.zeros(height, width)
-        layers.append((picture[..., :3], depth, picture[..., 3]))
-    if layers:
-        colors, depths, transmittances = (torch.stack(part) for part in zip(*layers, strict=True))
-    else:
-        colors, depths = torch.zeros(0, height, width, 3), torch.zeros(0, height, width)
-        transmittances = torch.zeros(0, height, width)
-    rgb, depth, alpha = compose(PartialImages(colors, depths, transmittances), background)
-    return Canvas(rgb, alpha, depth, transmittances.detach(), crop)
-
-
-def _check_header(found: Tensor, expected: Tensor, source: int, rank: int) -> None:
-    if not torch.equal(found, expected):
-        names = ("step", "view", "version", "pixels")
-        said = ", ".join(f"{name} {value}" for name, value in zip(names, found.tolist(), strict=True))
-        wanted = ", ".join(f"{name} {value}" for name, value in zip(names, expected.tolist(), strict=True))
-        raise Disagreement(
-            f"Rank {rank} got pixels of {said} from rank {source} where {wanted} were due: the ranks have come apart. "
-            "Continue from the last checkpoint with --resume auto, and report this."
-        )
+    """Put the ranks' pixels in order and compose them (paper, Eq. 4-6); gradients flow to `own` only."""
+    layers = stacked_layers(world, regions, own, values, streams, crop)
+    rgb, depth, alpha = compose(layers, background)
+    return Canvas(rgb, alpha, depth, layers.transmittances.detach(), crop)
 
 
 # The loss
@@ -350,7 +337,7 @@ def _check_header(found: Tensor, expected: Tensor, source: int, rank: int) -> No
 def loss_share(regions: RankRegions, rank: int, crop: Crop) -> LossShare:
     """Which pixels and windows of the loss `rank` counts; over the ranks every one is counted once.
 
-    A pixel is counted by the lowest-numbered rank that draws it; a window by the lowest-numbered rank that draws
+    A pixel is counted by the lowest-numbered rank that composes it; a window by the lowest-numbered rank that composes
     something at most five pixels from its centre, for that rank has all its pixels. What is left shows background
     only and is counted by the rank of `counts_rest`.
     """
@@ -358,7 +345,7 @@ def loss_share(regions: RankRegions, rank: int, crop: Crop) -> LossShare:
     rest = counts_rest(regions)
     labels = []
     for reach in (0, border):
-        label = regions.lowest_drawing(reach)
+        label = regions.lowest_composing(reach)
         labels.append(crop.of(torch.where(label == NOBODY, rest, label)) == rank)
     pixels, centers = (label.float() for label in labels)
     return LossShare(
@@ -374,6 +361,6 @@ def counts_rest(regions: RankRegions) -> int:
 def crop_for(regions: RankRegions, rank: int) -> Crop | None:
     """The rectangle in which `rank` composes; the whole image where it counts pixels that nobody draws."""
     if rank == counts_rest(regions):
-        if bool((regions.lowest_drawing() == NOBODY).any()):
+        if bool((regions.lowest_composing() == NOBODY).any()):
             return Crop(0, regions.height, 0, regions.width)
     return bounding(regions.needs[rank])

@@ -9,7 +9,8 @@ Shapes: R ranks, P partitions, N Gaussians of this rank, M visitors, Q ranks tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import get_args
 
@@ -17,13 +18,12 @@ import torch
 from torch import Tensor
 
 from splaxel_ns import cuda
-from splaxel_ns.comm import Pending, World
+from splaxel_ns.comm import World
 from splaxel_ns.exchange import (
     HALO,
     Canvas,
     Crop,
     RankRegions,
-    Tag,
     compose_canvas,
     covered,
     crop_for,
@@ -34,7 +34,9 @@ from splaxel_ns.exchange import (
     send_pixels,
     whole,
 )
+from splaxel_ns.owner_exchange import OwnerRegions, compose_owned, return_gradients, with_owners
 from splaxel_ns.partition import PartitionTree
+from splaxel_ns.pixel_streams import PixelSwap, Tag
 from splaxel_ns.render import Gaussians, Partitions, RenderOptions, draw_partials, project_view
 from splaxel_ns.saturation import ViewMask
 from splaxel_ns.splat_exchange import (
@@ -70,8 +72,11 @@ class Flight:
     drawn: Splats | None = None  # what was drawn: `cut` and the visitors
     own: PartialImages | None = None  # this rank's part of the picture
     stats: cuda.RasterStats | None = None
-    pending: Pending | None = None
-    streams: dict[int, Tensor] | None = None
+    pending: PixelSwap | None = None
+    streams: dict[int, Tensor] = field(default_factory=dict)  # pixels [M] that come, by source
+    sent: dict[int, Tensor] = field(default_factory=dict)  # pixels [M] that go, by destination
+    leaves: PartialImages | None = None  # exchange owner: of all ranks inside the crop, where the loss's graph ends
+    learns: bool = False  # gradients are wanted
     means2d: Tensor | None = None  # [N, 2], with `grad` and `absgrad` once settled
 
     def share(self, rank: int) -> cuda.LossShare:
@@ -100,15 +105,18 @@ class RankRenderer:
         world: The ranks.
         exchange: What they swap.
         half: Whether pixels travel as float16.
+        active: Whether empty pixels stay at home.
     """
 
-    def __init__(self, world: World, exchange: Exchange, half: bool = False) -> None:
+    def __init__(self, world: World, exchange: Exchange, half: bool = False, active: bool = False) -> None:
         if exchange not in get_args(Exchange):
             raise ValueError(f"exchange is {exchange!r}; it must be one of {', '.join(get_args(Exchange))}")
         self.world = world
         self.exchange = exchange
         self.half = half
+        self.active = active
         self.times = Times()
+        self._announced: deque[PixelSwap] = deque()  # of which only the bits are known to be on their way
 
     def take_numbers(self) -> dict[str, float]:
         """`times` since the last call, by name."""
@@ -160,6 +168,8 @@ class RankRenderer:
         Raises:
             LostRank: A peer is gone.
         """
+        while self._announced:  # so that their values travel while this view is drawn
+            self._announced.popleft().post()
         start = perf_counter()
         flight = self._plan(view, partitions, runs, options, tag, mask, everything)
         takes_part = self.world.rank in flight.regions.order
@@ -189,9 +199,17 @@ class RankRenderer:
             self.times.views += 1
         self.times.render += perf_counter() - start
         if self.exchange != "gaussian" or everything:
-            flight.pending, flight.streams = send_pixels(
-                self.world, flight.regions, flight.own, tag, with_depth=everything, half=self.half and not everything
+            flight.pending, flight.streams, flight.sent = send_pixels(
+                self.world,
+                flight.regions,
+                flight.own,
+                tag,
+                with_depth=everything,
+                half=self.half and not everything,
+                active=self.active and not everything,
             )
+            if self.active and not everything:
+                self._announced.append(flight.pending)
         return flight
 
     def finish(self, flight: Flight, background: Tensor) -> Canvas | None:
@@ -201,31 +219,42 @@ class RankRenderer:
             LostRank: A peer is gone.
             Disagreement: A peer sent another view.
         """
-        messages = {} if flight.pending is None else flight.pending.wait()
+        values = {} if flight.pending is None else flight.pending.wait()
+        regions = flight.regions
+        if isinstance(regions, OwnerRegions):
+            return self._finish_owned(flight, regions, values, background)
         if flight.crop is None:
             return None
         start = perf_counter()
-        regions = flight.regions
         if flight.pending is None:  # strips: what this rank has drawn is all that it needs
             regions = replace(regions, order=tuple(rank for rank in regions.order if rank == self.world.rank))
-        everything = flight.everything
-        canvas = compose_canvas(
-            self.world,
-            regions,
-            flight.own,
-            messages,
-            flight.streams or {},
-            flight.tag,
-            everything,
-            self.half and not everything,
-            background,
-            flight.crop,
-        )
+        canvas = compose_canvas(self.world, regions, flight.own, values, flight.streams, background, flight.crop)
         if flight.pending is None and torch.is_grad_enabled():
             # The rows around the strip are there for the loss; their own gradients are other ranks' business.
             strip = flight.crop.of(covered(regions.spans[self.world.rank], regions.width))[..., None]
             canvas = replace(canvas, rgb=torch.where(strip, canvas.rgb, canvas.rgb.detach()))
         self.times.compose += perf_counter() - start
+        return canvas
+
+    def _finish_owned(
+        self, flight: Flight, regions: OwnerRegions, values: dict[int, Tensor], background: Tensor
+    ) -> Canvas | None:
+        start, waited = perf_counter(), self.world.counters.wait_s
+        composed = compose_owned(
+            self.world,
+            regions,
+            flight.own,
+            values,
+            flight.streams,
+            flight.tag,
+            self.half,
+            background,
+            flight.crop,
+        )
+        self.times.compose += perf_counter() - start - (self.world.counters.wait_s - waited)
+        if composed is None:
+            return None
+        canvas, flight.leaves = composed
         return canvas
 
     def settle(self, flight: Flight) -> None:
@@ -234,9 +263,24 @@ class RankRenderer:
         Raises:
             LostRank: A peer is gone.
         """
+        start = perf_counter()
+        if isinstance(flight.regions, OwnerRegions) and flight.learns:
+            assert flight.pending is not None
+            waited = self.world.counters.wait_s
+            return_gradients(
+                self.world,
+                flight.regions,
+                flight.own,
+                flight.leaves,
+                flight.crop,
+                flight.pending,
+                flight.streams,
+                flight.sent,
+                flight.tag,
+            )
+            start += self.world.counters.wait_s - waited
         if flight.splats is None or flight.cut is None:
             return
-        start = perf_counter()
         cut, num = flight.cut, len(flight.cut.depths)
         grads = {
             name: torch.zeros_like(getattr(cut, name)) if getattr(cut, name).grad is None else getattr(cut, name).grad
@@ -298,8 +342,11 @@ class RankRenderer:
         spans = regions.spans
         if mask is not None:
             regions = regions.without(mask)
+        if self.exchange == "owner" and not everything:
+            regions = with_owners(regions, 8 if self.half else 16)
         crop = crop_for(regions, rank)
-        return Flight(view, plan, regions, tag, crop, options, everything, mask, spans)
+        learns = torch.is_grad_enabled()
+        return Flight(view, plan, regions, tag, crop, options, everything, mask, spans, learns=learns)
 
     def _to_draw(self, flight: Flight, tree: PartitionTree, runs: list[range]) -> tuple[ViewPlan, PartitionTree]:
         """What of the plan falls to this rank."""

@@ -20,10 +20,13 @@ class SplaxelModelOptions(SplatfactoModelConfig):
     """Gaussians that straddle two boxes: filter (the paper; drop them on rays where both boxes are rendered), exact (as
     one model on one device) or none (ablation)."""
     exchange: Exchange = "selective"
-    """What several ranks swap for a view: selective (the paper; the pixels that each needs), dense (all pixels of all)
-    or gaussian (the baseline that moves Gaussians instead: projected ones go to image strips)."""
+    """What several ranks swap for a view: selective (the paper; the pixels that each needs), owner (as selective, but
+    where many ranks share pixels one of them composes a block of them and sends gradients back), dense (all pixels of
+    all) or gaussian (the baseline that moves Gaussians instead: projected ones go to image strips)."""
     half_pixels: bool = False
-    """exchange: pixels of training views travel as float16."""
+    """exchange of pixels: those of training views travel as float16; gradients stay float32."""
+    active_pixels: bool = False
+    """exchange of pixels: of those of training views, empty ones are one bit each. Same picture, fewer bytes."""
     placement: Literal["random", "kdtree"] = "random"
     """exchange gaussian: which rank holds which Gaussian, at random or by boxes."""
     migrate_every: int = 100
@@ -58,7 +61,7 @@ class SplaxelModelOptions(SplatfactoModelConfig):
     saturation: bool = True
     """Leave out of a training view what lies behind partitions that are opaque there (paper, section 4.3), from the
     epoch after it was found. With one partition, or a camera optimiser, there is nothing to leave out. Several ranks:
-    what lies behind ranks that are opaque there, and with exchange selective only."""
+    what lies behind ranks that are opaque there, and with exchange selective or owner."""
     saturation_threshold: float = 1e-4
     """saturation: what so little light reaches is saturated."""
     saturation_every: int = 0

@@ -289,7 +289,7 @@ def decided_by(rank: int, regions: RankRegions, spans: Tensor) -> Tensor:
     rest = torch.ones(height, width, dtype=torch.bool)
     mine = torch.zeros(height, width, dtype=torch.bool)
     for other in sorted(regions.order):
-        draws = regions.drawn_by(other) & rest
+        draws = regions.composed_by(other) & rest
         if other == rank:
             mine |= draws
         rest &= ~draws

@@ -14,7 +14,7 @@ from torch import Tensor
 Boundary = Literal["filter", "exact", "none"]
 """What happens to a Gaussian that straddles a partition's face (paper, section 8.1)."""
 
-Exchange = Literal["selective", "dense", "gaussian"]
+Exchange = Literal["selective", "owner", "dense", "gaussian"]
 """What ranks swap for a view (paper, sections 4 and 6; design 5)."""
 
 MAX_PARTITIONS = 16

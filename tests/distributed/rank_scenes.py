@@ -10,9 +10,9 @@ from test_oracle import NEAR, Scene, make_scene
 from torch import Tensor
 
 from splaxel_ns import comm, loss
-from splaxel_ns.exchange import Tag
 from splaxel_ns.flight import RankRenderer
 from splaxel_ns.partition import PartitionTree
+from splaxel_ns.pixel_streams import Tag
 from splaxel_ns.render import Gaussians, RenderOptions, partitions_of, render_view
 from splaxel_ns.types import View
 
@@ -29,6 +29,10 @@ class Task:
     masked: bool = False
     side: str = "whole"
     """"whole": Gaussians everywhere; "half": only on one side, so that some ranks own nothing; "away": none in view."""
+    scale: int = 1
+    """Pixels per pixel of the scene."""
+    half: bool = False
+    active: bool = False
 
 
 NAMES = ("means", "quats", "scales", "opacities", "sh")
@@ -41,7 +45,9 @@ def scene_of(task: Task) -> Scene:
     if task.side == "away":
         turned = torch.diag(torch.tensor([-1.0, 1.0, -1.0, 1.0])) @ scene.viewmat
         scene = replace(scene, viewmat=turned)
-    return scene
+    K = scene.K.clone()
+    K[:2] *= task.scale
+    return replace(scene, K=K, width=scene.width * task.scale, height=scene.height * task.scale)
 
 
 def tree_of(task: Task, scene: Scene) -> PartitionTree:
@@ -102,7 +108,7 @@ def draw_alone(task: Task) -> dict[str, Any]:
 def draw_together(task: Task) -> dict[str, Any]:
     """This rank's part of `draw_alone`: where it composed and what it got, its share of the loss, its gradients."""
     world, scene = comm.world(), scene_of(task)
-    renderer = RankRenderer(world, task.exchange)
+    renderer = RankRenderer(world, task.exchange, task.half, task.active)
     tree, options = tree_of(task, scene), options_of(task)
     view = View(scene.viewmat.clone().requires_grad_(), scene.K, scene.width, scene.height)
     if task.exchange == "gaussian":
@@ -137,7 +143,7 @@ def draw_together(task: Task) -> dict[str, Any]:
             flight.share(world.rank),
         )
         result |= {"loss": float(value.detach()), "rgb": canvas.rgb.detach(), "crop": vars(crop)}
-        result["spans"] = flight.regions.spans[world.rank]
+        result["composed"] = flight.regions.composed_by(world.rank)
         if value.requires_grad:
             value.backward()
     renderer.settle(flight)
