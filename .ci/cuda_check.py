@@ -74,7 +74,9 @@ def usages(report: str) -> list[Usage]:
         name = short(mangled, demangled or mangled)
         if name is not None:
             shared = re.search(r"(\d+) bytes smem", rest)
-            found.append(Usage(name, int(registers), int(shared[1]) if shared else 0, int(stack), int(stores) + int(loads)))
+            found.append(
+                Usage(name, int(registers), int(shared[1]) if shared else 0, int(stack), int(stores) + int(loads))
+            )
     return found
 
 

@@ -3,8 +3,8 @@
 Needs torch with CUDA and nvcc. Where nerfstudio or gsplat are missing, `python -m splaxel_ns.bench.gpu --json out.json`
 does the same and names what it left out. Without a GPU it says so and writes a result with nothing in it.
 
-Scenes are splats in the image plane, as projection leaves them: major radii of 6 to 10 pixels (3 sigma), minor axes 0.25
-to 1 of that, opacity logits N(-1, 1.5). Shapes: N Gaussians, P partitions, H x W pixels.
+Scenes are splats in the image plane, as projection leaves them: major radii of 6 to 10 pixels (3 sigma), minor axes
+0.25 to 1 of that, opacity logits N(-1, 1.5). Shapes: N Gaussians, P partitions, H x W pixels.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from splaxel_ns import cuda
 from splaxel_ns.bench.results import ResultFile
+from splaxel_ns.cuda import _backend
 from splaxel_ns.partition import PartitionTree
 
 TILE = 16  # pixels
@@ -184,11 +185,13 @@ def measure_ours(splats: Splats, parts: Parts, seconds: float) -> dict[str, floa
         "forward_ms": milliseconds(lambda: draw(splats, leaves, parts), seconds, device),
         "backward_ms": milliseconds(backward_call(images, leaves), seconds, device),
     }
-    partials = [image.detach().requires_grad_() for image in images]
+    partials = tuple(image.detach().requires_grad_() for image in images)
     background = torch.zeros(3, device=device)
     composed = cuda.composite(partials[0], partials[1], partials[2], background)
-    call = backward_call(composed, partials)
-    result["composite_ms"] = milliseconds(lambda: cuda.composite(*partials, background), seconds, device)
+    call = backward_call(composed, list(partials))
+    result["composite_ms"] = milliseconds(
+        lambda: cuda.composite(partials[0], partials[1], partials[2], background), seconds, device
+    )
     result["composite_backward_ms"] = milliseconds(call, seconds, device)
     if device.type == "cuda":
         names = ("draw_kernel", "renders_kernel", "count_kernel", "list_kernel", "RadixSort")
@@ -241,7 +244,7 @@ def run_tests(root: Path) -> dict[str, Any]:
 
 @dataclass
 class Gpu:
-    """Time the CUDA kernels beside gsplat's, and run their tests on the device; 'no CUDA device' where there is none."""
+    """Time the CUDA kernels beside gsplat's and run their tests on the device, if there is one."""
 
     json: Path
     """Result file."""
@@ -266,9 +269,7 @@ class Gpu:
         device = torch.device("cuda")
         result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         start = time.perf_counter()
-        from splaxel_ns.cuda import _gpu_backend
-
-        _gpu_backend.load()
+        _backend.load(device)
         result["load_seconds"] = round(time.perf_counter() - start, 1)
         if self.tests:
             result["tests"] = run_tests(Path(__file__).resolve().parents[2])

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from splaxel_ns.cuda import _backend
+from splaxel_ns.cuda import _build
 
 ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 """Compute capabilities that a library for any supported GPU is built for."""
@@ -36,6 +35,8 @@ _loaded = False
 def load() -> None:
     """Adds the GPU's kernels to the ops, compiling them for it (with a message) if they never were.
 
+    `_backend.load` calls this; it defines the ops first.
+
     Raises:
         RuntimeError: torch without CUDA, no GPU, no nvcc or C++ compiler, or the compilation failed. The message says
             which, and what still works.
@@ -48,7 +49,6 @@ def load() -> None:
             _check_torch()
             raise RuntimeError(f"torch finds no CUDA device (is the driver installed?). {_STILL}")
         major, minor = torch.cuda.get_device_capability()
-        _backend.load()  # defines the ops
         library = find(f"{major}.{minor}") or build([f"{major}.{minor}"])
         if not _loaded:  # compiling also loads
             _load_library(library)
@@ -73,37 +73,39 @@ def build(archs: Sequence[str] = ARCHS) -> Path:
     """
     for arch in archs:
         if not re.fullmatch(r"\d+\.\d", arch) or float(arch) < 8.0:
-            raise ValueError(f"architectures are compute capabilities from 8.0, such as {', '.join(ARCHS)}; got {arch!r}")
+            raise ValueError(
+                f"architectures are compute capabilities from 8.0, such as {', '.join(ARCHS)}; got {arch!r}"
+            )
     if not archs:
         raise ValueError("name at least one architecture, such as 9.0")
     _check_torch()
-    _backend.load()  # defines the ops
     archs = sorted(set(archs), key=float)
     folder = build_folder()
     library = folder / f"{_NAME}_{_source_hash()}_{'-'.join(archs)}.so"
     if library.is_file():
         return library
     home = _cuda_home()
-    compiler, path = _backend._compiler()
+    compiler, path = _build.compiler()
     if not path:
         raise RuntimeError(f"the CUDA kernels need a C++ compiler, and {compiler!r} is not on PATH. {_STILL}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _backend._exclusive(folder / "splaxel.lock"):
+        with _build.exclusive(folder / "splaxel.lock"):
             if not library.is_file():  # another process may have built it while this one waited
                 (folder / "lock").unlink(missing_ok=True)  # torch's own, stale: see _backend
                 _compile(folder, library, archs, home)
     except OSError as error:
         raise RuntimeError(
-            f"Splaxel cannot use {folder} for the compiled kernels ({error}): set TORCH_EXTENSIONS_DIR to a writable folder."
+            f"Splaxel cannot use {folder} for the compiled kernels ({error}): set TORCH_EXTENSIONS_DIR to a writable "
+            "folder."
         ) from error
     return library
 
 
 def build_folder() -> Path:
     """The folder of this checkout's libraries for this torch and its CUDA."""
-    parts = [*_backend._environment(), *_CXX_FLAGS, *_CUDA_FLAGS, str(torch.version.cuda)]
-    return _backend.build_folder().parent / f"{_NAME}_{_backend._digest(*parts)}"
+    parts = [*_build.environment(*_CXX_FLAGS, *_CUDA_FLAGS), str(torch.version.cuda)]
+    return _build.cache_root() / f"{_NAME}_{_build.digest(*parts)}"
 
 
 def _runs_on(built_for: str, arch: str) -> bool:
@@ -112,16 +114,16 @@ def _runs_on(built_for: str, arch: str) -> bool:
 
 
 def _sources() -> list[Path]:
-    folder = _backend._HERE / "gpu"
+    folder = _build.HERE / "gpu"
     return [*sorted(folder.glob("*.cpp")), *sorted(folder.glob("*.cu"))]
 
 
 def _source_hash() -> str:
-    digest = hashlib.sha256()
-    headers = [path for part in ("gpu", "csrc", "include") for path in sorted((_backend._HERE / part).glob("*.h"))]
+    everything = hashlib.sha256()
+    headers = [path for part in ("gpu", "csrc", "include") for path in sorted((_build.HERE / part).glob("*.h"))]
     for path in [*_sources(), *headers]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+        everything.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return everything.hexdigest()[:12]
 
 
 def _check_torch() -> None:
@@ -139,7 +141,9 @@ def _cuda_home() -> str:
     # An nvcc on PATH may be a wrapper outside its toolkit.
     around = [Path(on_path).resolve().parents[1]] if on_path else []
     candidates = [Path(home)] if home else [*around, Path("/usr/local/cuda")]
-    found = [each for each in candidates if (each / "bin" / "nvcc").exists() and (each / "include/cuda_runtime.h").exists()]
+    found = [
+        each for each in candidates if (each / "bin" / "nvcc").exists() and (each / "include/cuda_runtime.h").exists()
+    ]
     if not found:
         where = f"in CUDA_HOME ({home})" if home else "on PATH or in /usr/local/cuda"
         raise RuntimeError(
@@ -161,8 +165,8 @@ def _cuda_home() -> str:
 def _compile(folder: Path, library: Path, archs: Sequence[str], home: str) -> None:
     global _loaded
     start = time.monotonic()
-    _backend._say(f"compiling the CUDA kernels for {', '.join(archs)} (once, a minute or two) in {folder}")
-    with _environment(CUDA_HOME=home, TORCH_CUDA_ARCH_LIST=";".join(archs)), _backend._ninja_on_path():
+    _build.say(f"compiling the CUDA kernels for {', '.join(archs)} (once, a minute or two) in {folder}")
+    with _environment(CUDA_HOME=home, TORCH_CUDA_ARCH_LIST=";".join(archs)), _build.ninja_on_path():
         from torch.utils import cpp_extension
 
         home_before, cpp_extension.CUDA_HOME = cpp_extension.CUDA_HOME, home
@@ -172,7 +176,7 @@ def _compile(folder: Path, library: Path, archs: Sequence[str], home: str) -> No
                 sources=[str(source) for source in _sources()],
                 extra_cflags=[*_CXX_FLAGS],  # torch appends to its arguments
                 extra_cuda_cflags=[*_CUDA_FLAGS],
-                extra_include_paths=[str(_backend._HERE / part) for part in ("gpu", "include", "csrc")],
+                extra_include_paths=[str(_build.HERE / part) for part in ("gpu", "include", "csrc")],
                 build_directory=str(folder),
                 is_python_module=False,
                 is_standalone=False,
@@ -181,7 +185,9 @@ def _compile(folder: Path, library: Path, archs: Sequence[str], home: str) -> No
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             said = [line for line in str(error).splitlines() if "-DTORCH_EXTENSION_NAME" not in line]
             text = "\n".join(said)
-            raise RuntimeError(f"Splaxel's CUDA kernels did not compile in {folder} with {home}/bin/nvcc:\n{text}") from error
+            raise RuntimeError(
+                f"Splaxel's CUDA kernels did not compile in {folder} with {home}/bin/nvcc:\n{text}"
+            ) from error
         finally:
             cpp_extension.CUDA_HOME = home_before
     _loaded = True
@@ -191,7 +197,7 @@ def _compile(folder: Path, library: Path, archs: Sequence[str], home: str) -> No
     for old in folder.glob(f"{_NAME}_*.so"):
         if not old.name.startswith(f"{_NAME}_{_source_hash()}_"):
             old.unlink(missing_ok=True)
-    _backend._say(f"compiled the CUDA kernels in {time.monotonic() - start:.0f} s")
+    _build.say(f"compiled the CUDA kernels in {time.monotonic() - start:.0f} s")
 
 
 @contextlib.contextmanager
@@ -213,22 +219,3 @@ def _load_library(library: Path) -> None:
         torch.ops.load_library(str(library))
     except OSError as error:
         raise RuntimeError(f"Splaxel cannot load {library} ({error}): delete it to compile it again.") from error
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m splaxel_ns.cuda build [--arch 9.0 ...]`."""
-    import argparse
-
-    parser = argparse.ArgumentParser(prog="python -m splaxel_ns.cuda", description="Compile the kernels ahead of use.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("build", help="compile the CPU's kernels and the GPU's")
-    command.add_argument(
-        "--arch", nargs="+", default=list(ARCHS), metavar="CAPABILITY", help=f"default: {' '.join(ARCHS)}"
-    )
-    options = parser.parse_args(arguments)
-    try:
-        print(build(options.arch))
-    except (RuntimeError, ValueError) as error:
-        print(f"splaxel: {error}", file=sys.stderr)
-        return 1
-    return 0

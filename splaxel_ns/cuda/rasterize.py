@@ -207,19 +207,19 @@ class _RasterizePartials(Function):
         v_colors = conics.new_zeros(*shape, 3) if v_colors is None else v_colors.contiguous()
         v_transmittances = conics.new_zeros(shape) if v_transmittances is None else v_transmittances.contiguous()
         v_depths = None if v_depths is None else v_depths.contiguous()
-        v_means2d, v_splat_depths, v_conics, v_opacities, v_splat_colors, absolute = (
-            _backend.load(means2d.device).rasterize_partials_backward(
-                conics,
-                opacities,
-                *view,
-                saturated,
-                *ctx.settings,
-                *lists,
-                v_colors,
-                v_depths,
-                v_transmittances,
-                ctx.absgrad,
-            )
+        v_means2d, v_splat_depths, v_conics, v_opacities, v_splat_colors, absolute = _backend.load(
+            means2d.device
+        ).rasterize_partials_backward(
+            conics,
+            opacities,
+            *view,
+            saturated,
+            *ctx.settings,
+            *lists,
+            v_colors,
+            v_depths,
+            v_transmittances,
+            ctx.absgrad,
         )
         if ctx.absgrad:
             means2d.absgrad = absolute

@@ -192,7 +192,9 @@ class _Composite(Function):
             v_rgb = ctx.saved_tensors[0].new_zeros(*image, 3)
         if v_depth is None and ctx.depths_are_leaf:
             v_depth = ctx.saved_tensors[0].new_zeros(image)
-        return _backend.load(ctx.saved_tensors[0].device).composite_backward(*ctx.saved_tensors, v_rgb, v_depth, v_alpha)
+        return _backend.load(ctx.saved_tensors[0].device).composite_backward(
+            *ctx.saved_tensors, v_rgb, v_depth, v_alpha
+        )
 
 
 @dataclass(frozen=True)

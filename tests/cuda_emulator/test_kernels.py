@@ -39,7 +39,16 @@ def test_every_kernel(library: Path, files: str) -> None:
         "SPLAXEL_GPU_TESTS": str(library),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(TESTS / "kernels_cuda" / files)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(TESTS / "kernels_cuda" / files),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS.parent, timeout=600)
     report = done.stdout + done.stderr
     assert done.returncode == 0 and "passed" in done.stdout, report[-8000:]

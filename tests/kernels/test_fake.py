@@ -51,12 +51,16 @@ def examples() -> dict[str, tuple[Any, ...]]:
         "pack_pixels": (colors[0], depths[0], transmittances[0], *place, region.num_pixels, True, True),
         "unpack_pixels": (stream, *place, 20),
         "pack_active": (stream,),
-        "unpack_active": (torch.full(((len(stream) + 31) // 32,), -1, dtype=torch.int32), torch.rand(256, 5), len(stream)),
+        "unpack_active": (
+            torch.full(((len(stream) + 31) // 32,), -1, dtype=torch.int32), torch.rand(256, 5), len(stream),
+        ),
         "composite_streams": (stream, region.spans[None], region.row_starts[None], background, 20),
         "composite_streams_backward": (
             stream, region.spans[None], region.row_starts[None], background, 20, rgb, flat, flat,
         ),
-        "adam_rows": (*(torch.rand(n, 3) for _ in range(4)), torch.ones(n, dtype=torch.bool), 0.1, 0.9, 0.999, 1e-8, 1.0),
+        "adam_rows": (
+            *(torch.rand(n, 3) for _ in range(4)), torch.ones(n, dtype=torch.bool), 0.1, 0.9, 0.999, 1e-8, 1.0,
+        ),
     }  # fmt: skip
 
 
@@ -88,7 +92,14 @@ def test_rasterizer_shapes(device: str) -> None:
         gradients = backward(
             splats[2], splats[3], *view, *rest, None, scene.width, 0, 1e-4, *images[3:-1], *images[:3], True
         )
-        assert [list(gradient.shape) for gradient in gradients] == [[199, 2], [199], [199, 3], [199], [199, 3], [199, 2]]
+        assert [list(gradient.shape) for gradient in gradients] == [
+            [199, 2],
+            [199],
+            [199, 3],
+            [199],
+            [199, 3],
+            [199, 2],
+        ]
 
 
 def test_compiles_without_a_break() -> None:

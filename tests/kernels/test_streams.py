@@ -38,6 +38,11 @@ def half_step(half: bool) -> float:
     return torch.finfo(torch.float16 if half else torch.float32).eps
 
 
+def packed(layers: list[Tensor], region: cuda.Region, with_depth: bool = True, half: bool = False) -> Tensor:
+    colors, depths, transmittances = layers
+    return cuda.pack_pixels(colors, depths, transmittances, region, with_depth, half)
+
+
 def covered(region: cuda.Region) -> Tensor:
     x = torch.arange(region.width)
     return (x >= region.spans[:, :1]) & (x < region.spans[:, 1:])
@@ -50,7 +55,7 @@ def test_round_trip(with_depth: bool, half: bool) -> None:
     layers = [layer[0] for layer in make_layers(1, height, width)[:3]]
     region = make_region(height, width, 1)
     inside = covered(region)
-    stream = cuda.pack_pixels(*layers, region, with_depth, half)
+    stream = packed(layers, region, with_depth, half)
     assert stream.shape == (int(inside.sum()), 5 if with_depth else 4)
     assert torch.equal(stream[:, :3], layers[0][inside].to(stream.dtype))  # row after row, without indices
     for image, layer, empty in zip(cuda.unpack_pixels(stream, region), layers, (0.0, 0.0, 1.0), strict=True):
@@ -62,7 +67,7 @@ def test_round_trip(with_depth: bool, half: bool) -> None:
 def test_float16_does_not_overflow() -> None:
     layers = [torch.full((1, 1, 3), 1e9), torch.full((1, 1), 1e9), torch.zeros(1, 1)]
     region = make_region(1, 1, 0)
-    assert float(cuda.pack_pixels(*layers, region, half=True).max()) == torch.finfo(torch.float16).max
+    assert float(packed(layers, region, half=True).max()) == torch.finfo(torch.float16).max
 
 
 def test_active_pixels() -> None:
@@ -80,12 +85,13 @@ def test_composition_as_of_whole_images() -> None:
     height, width = 11, 29
     *layers, background = make_layers(3, height, width)
     regions = [make_region(height, width, seed) for seed in range(3)]
-    stream = torch.cat([cuda.pack_pixels(*(each[q] for each in layers), regions[q]) for q in range(3)])
-    images = [cuda.unpack_pixels(part, region) for part, region in zip(stream.split([r.num_pixels for r in regions]), regions, strict=True)]  # fmt: skip
+    stream = torch.cat([packed([each[q] for each in layers], regions[q]) for q in range(3)])
+    parts = stream.split([region.num_pixels for region in regions])
+    images = [cuda.unpack_pixels(part, region) for part, region in zip(parts, regions, strict=True)]
     dense = [torch.stack(parts).requires_grad_() for parts in zip(*images, strict=True)]
     leaves = [stream.requires_grad_(), background.clone().requires_grad_()]
     other = background.clone().requires_grad_()
-    expected = cuda.composite(*dense, other)
+    expected = cuda.composite(dense[0], dense[1], dense[2], other)
     results = cuda.composite_streams(leaves[0], regions, leaves[1])
     weights = [torch.randn(result.shape, generator=torch.Generator().manual_seed(1)) for result in results]
     torch.autograd.backward(list(expected), weights)
@@ -94,9 +100,7 @@ def test_composition_as_of_whole_images() -> None:
         torch.testing.assert_close(result, wanted, rtol=1e-6, atol=1e-6)
     v_colors, v_depths, v_transmittances = (leaf.grad for leaf in dense)
     assert v_colors is not None and v_depths is not None and v_transmittances is not None
-    wanted = torch.cat(
-        [cuda.pack_pixels(v_colors[q], v_depths[q], v_transmittances[q], regions[q]) for q in range(3)]
-    )
+    wanted = torch.cat([cuda.pack_pixels(v_colors[q], v_depths[q], v_transmittances[q], regions[q]) for q in range(3)])
     torch.testing.assert_close(leaves[0].grad, wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(leaves[1].grad, other.grad, rtol=1e-5, atol=1e-6)
 

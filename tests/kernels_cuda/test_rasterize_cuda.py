@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Gpu
-from test_rasterize import GRADIENT_TOLERANCE, GRADIENTS, VALUE_TOLERANCE, Scene, assert_close, make_scene, weigh
+from gpu_ops import Gpu
+from test_rasterize import GRADIENT_TOLERANCE, VALUE_TOLERANCE, Scene, assert_close, make_scene, weigh
 from torch import Tensor
 
 from splaxel_ns.cuda import pack_bits
@@ -23,7 +23,7 @@ class OnDevice:
 
 
 def moved(scene: Scene, device: torch.device) -> Scene:
-    values = {f.name: getattr(scene, f.name) for f in dataclasses.fields(scene)}
+    values: dict[str, Any] = {f.name: getattr(scene, f.name) for f in dataclasses.fields(scene)}
     values = {name: value.to(device) if torch.is_tensor(value) else value for name, value in values.items()}
     values["tree"] = OnDevice(scene.tree, device)
     return Scene(**values)
@@ -118,6 +118,19 @@ def test_saturated_pixels_are_left_out(gpu: Gpu, boundary: str) -> None:
     assert not torch.equal(images[0][0].cpu(), torch.zeros(45, 61, 3))
 
 
+def test_depth_without_gradient(gpu: Gpu) -> None:
+    scene = make_scene(2, count=60, width=30, height=20, seed=15)
+    found = []
+    for with_depth in (False, True):
+        images, splats, _ = render(gpu, scene)
+        with gpu.ops():
+            loss = images[0].sum() + images[2].sum() + (0.0 * images[1].sum() if with_depth else 0.0)
+            loss.backward()
+        found.append([splat.grad.cpu() for splat in splats.values() if splat.grad is not None])
+    # Only the order of the sums differs.
+    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_absolute_gradients(gpu: Gpu, num_partitions: int) -> None:
     scene = make_scene(num_partitions, count=77, width=31, height=23, seed=20 + num_partitions)
@@ -186,7 +199,3 @@ def test_owner_out_of_range_is_refused(gpu: Gpu) -> None:
     scene.owner[3] = 2
     with pytest.raises(ValueError, match="outside the 2 partitions"):
         render(gpu, scene)
-
-
-def test_gradients_names_are_those_of_the_scene() -> None:
-    assert set(GRADIENTS) == {"means2d", "depths", "conics", "opacities", "colors"}
