@@ -361,6 +361,12 @@ T atomicAdd(T* at, T value) {
   return before;
 }
 template <class T>
+T atomicMin(T* at, T value) {
+  const T before = *at;
+  *at = before < value ? before : value;
+  return before;
+}
+template <class T>
 T atomicMax(T* at, T value) {
   const T before = *at;
   *at = before > value ? before : value;
