@@ -6,7 +6,8 @@ its own nothing here is collected.
 
 Read-modify-writes that must be atomic are beyond the emulator: its threads are never interrupted between waits. They
 were reviewed by hand: the counters of splats, clipped and dropped pairs (`bin.cu`, `raster.cu`), the tile's last pair
-and the sums of a splat's pixels (`raster.cu`), and the ends of rows (`region.cu`). Every other address is written by one thread only.
+and the sums of a splat's pixels (`raster.cu`), and the ends of rows (`region.cu`). Every other address is written by
+one thread only.
 """
 
 from __future__ import annotations

@@ -49,8 +49,10 @@ def gradients(gpu: Gpu, images: list[Tensor], splats: dict[str, Tensor], weights
     return found
 
 
-def check(gpu: Gpu, scene: Scene, mask: Tensor | None = None, tolerance: float = 1.0, **options: Any) -> Any:
+def check(gpu: Gpu, scene: Scene, mask: Tensor | None = None, **options: Any) -> Any:
     """Values and gradients against the float64 reference, values and counts against the CPU op; returns the counts."""
+    # A GPU's exp2 and reciprocal are good to 2 ulp, and it fuses multiplications with additions.
+    tolerance, slack = (1.0, 0) if gpu.emulated else (2.0, 2)
     exact = scene.splats(torch.float64)
     *images, doubtful = scene.reference(exact, saturated=mask, **options)
     sure = ~doubtful
@@ -68,7 +70,7 @@ def check(gpu: Gpu, scene: Scene, mask: Tensor | None = None, tolerance: float =
         assert_close(image.detach().cpu() * here, reference.detach() * here, bound, f"image {list(image.shape)}")
         assert_close(image.detach().cpu() * here, other.double() * here, bound, f"CPU's image {list(image.shape)}")
     for name in ("num_splats", "num_pairs", "straddling"):
-        assert getattr(stats, name) == getattr(cpu_stats, name), name
+        assert abs(getattr(stats, name) - getattr(cpu_stats, name)) <= slack, name
     # Alphas within rounding of 1/255 may fall on either side.
     assert abs(stats.dropped_pairs - cpu_stats.dropped_pairs) <= 2 + 1e-4 * cpu_stats.dropped_pairs
     for name, gradient in gradients(gpu, actual, splats, weights).items():
