@@ -46,7 +46,9 @@ class DistributedGaussians(PartitionedGaussians):
         self._agreed: tuple[int, Partitions] | None = None
         if self.world.size > 1:
             config = self.config
-            self.renderer = RankRenderer(self.world, config.exchange, config.half_pixels, config.active_pixels)
+            self.renderer = RankRenderer(
+                self.world, config.exchange, config.half_pixels, config.active_pixels, config.use_bilateral_grid
+            )
 
     @property
     def is_shared(self) -> bool:

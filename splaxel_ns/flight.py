@@ -21,10 +21,12 @@ from splaxel_ns import cuda
 from splaxel_ns.comm import World
 from splaxel_ns.exchange import (
     HALO,
+    NOBODY,
     Canvas,
     Crop,
     RankRegions,
     compose_canvas,
+    counts_rest,
     covered,
     crop_for,
     dilated,
@@ -106,15 +108,25 @@ class RankRenderer:
         exchange: What they swap.
         half: Whether pixels travel as float16.
         active: Whether empty pixels stay at home.
+        rest_sees_all: Whether the rank that counts the pixels nobody draws needs the gradients of these too (they
+            reach a bilateral grid), and so the whole picture.
     """
 
-    def __init__(self, world: World, exchange: Exchange, half: bool = False, active: bool = False) -> None:
+    def __init__(
+        self,
+        world: World,
+        exchange: Exchange,
+        half: bool = False,
+        active: bool = False,
+        rest_sees_all: bool = False,
+    ) -> None:
         if exchange not in get_args(Exchange):
             raise ValueError(f"exchange is {exchange!r}; it must be one of {', '.join(get_args(Exchange))}")
         self.world = world
         self.exchange = exchange
         self.half = half
         self.active = active
+        self.rest_sees_all = rest_sees_all
         self.times = Times()
         self._announced: deque[PixelSwap] = deque()  # of which only the bits are known to be on their way
 
@@ -194,6 +206,8 @@ class RankRenderer:
             if plan.order:
                 partials, flight.stats = draw_partials(flight.drawn, means, owner, view, tree, plan, options)
                 flight.own = merged(partials)
+            else:  # dense: the others wait for pixels of every rank
+                flight.own = _nothing(view)
             spans = flight.regions.spans[self.world.rank]
             self.times.active_pixels += int((spans[:, 1] - spans[:, 0]).sum())
             self.times.views += 1
@@ -342,6 +356,13 @@ class RankRenderer:
         spans = regions.spans
         if mask is not None:
             regions = regions.without(mask)
+        if self.rest_sees_all and bool((regions.lowest_composing() == NOBODY).any()):
+            rest, needs, needed = counts_rest(regions), regions.needs.clone(), regions.needed
+            needs[rest] = whole(view.height, view.width)
+            if needed is not None:
+                needed = needed.clone()
+                needed[rest] = 255
+            regions = replace(regions, needs=needs, needed=needed)
         if self.exchange == "owner" and not everything:
             regions = with_owners(regions, 8 if self.half else 16)
         crop = crop_for(regions, rank)
@@ -373,6 +394,12 @@ class RankRenderer:
             wanted &= torch.tensor(drawing)[:, None]
         wanted[self.world.rank] = False
         return wanted
+
+
+def _nothing(view: View) -> PartialImages:
+    """The partial image of a rank without Gaussians in view."""
+    height, width = view.height, view.width
+    return PartialImages(torch.zeros(1, height, width, 3), torch.zeros(1, height, width), torch.ones(1, height, width))
 
 
 _ONE_BOX = PartitionTree.build(torch.zeros(0, 3), 1)

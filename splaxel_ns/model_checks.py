@@ -63,6 +63,13 @@ def check_config(config: SplaxelModelConfig) -> None:
     for name, (value, low, high) in ranges.items():
         if not low <= value <= high:
             raise ValueError(f"{option}{name} is {value}; it must be from {low} to {high}")
+    if config.exchange == "gaussian":
+        for name in ("half_pixels", "active_pixels"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"{option}{name.replace('_', '-')} is True, but with {option}exchange gaussian no pixels travel; "
+                    "leave it at False or choose another exchange"
+                )
     for name in ("refine_every", "reset_alpha_every", "resolution_schedule", "sh_degree_interval"):
         if getattr(config, name) < 1:
             raise ValueError(f"{option}{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")

@@ -134,8 +134,8 @@ class Soak:
         killed_at = None
         while job.poll() is None:
             time.sleep(0.1)
-            if rank >= 0 and killed_at is None and _last_step(stats) >= step:
-                victim = _process_of(job.pid, rank)
+            if rank >= 0 and killed_at is None and last_step(stats) >= step:
+                victim = process_of(job.pid, rank)
                 if victim is not None:
                     os.kill(victim, signal.SIGKILL)
                     killed_at = time.monotonic()
@@ -171,7 +171,7 @@ class Soak:
         return float(json.loads(output.read_text())["results"]["psnr"])
 
 
-def _last_step(stats: Path) -> int:
+def last_step(stats: Path) -> int:
     """The step of the last whole line of a statistics file, -1 before there is one."""
     if not stats.exists():
         return -1
@@ -181,7 +181,7 @@ def _last_step(stats: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else -1
 
 
-def _process_of(launcher: int, rank: int) -> int | None:
+def process_of(launcher: int, rank: int) -> int | None:
     """The process that torchrun started for a rank, None if there is none (any more)."""
     try:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()

@@ -10,11 +10,13 @@ from test_oracle import NEAR, Scene, make_scene
 from torch import Tensor
 
 from splaxel_ns import comm, loss
+from splaxel_ns.exchange import HALO, RankRegions, rank_regions
 from splaxel_ns.flight import RankRenderer
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.pixel_streams import Tag
 from splaxel_ns.render import Gaussians, RenderOptions, partitions_of, render_view
 from splaxel_ns.types import View
+from splaxel_ns.visibility import plan_view
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,16 @@ def draw_alone(task: Task) -> dict[str, Any]:
         "absgrad": absgrad,
         **grads,
     }
+
+
+def regions_of(task: Task, num_ranks: int) -> RankRegions:
+    """Who draws and needs what with exchange `selective`."""
+    scene = scene_of(task)
+    tree, options = tree_of(task, scene), options_of(task)
+    view = View(scene.viewmat, scene.K, scene.width, scene.height)
+    partitions = partitions_of(gaussians_of(scene.tensors), tree, options.boundary, view)
+    plan = plan_view(view, tree, partitions.boxes, options.near)
+    return rank_regions(plan, tree.runs_of(num_ranks), view.width, HALO)
 
 
 def draw_together(task: Task) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from splaxel_ns.checkpoint import plain
 from splaxel_ns.cuda.saturation import unpack_bits
 from splaxel_ns.exchange import RankRegions, covered
 from splaxel_ns.model import SplaxelModel
+from splaxel_ns.owner_exchange import OwnerRegions, has
 from splaxel_ns.rank_saturation import RankSaturationMasks, decided_by
 from splaxel_ns.saturation import SaturationMasks, ViewMask
 
@@ -105,6 +106,8 @@ def epoch(model: SplaxelModel, in_flight: int = 2) -> dict[str, Any]:
 
 def needed_by(rank: int, regions: RankRegions) -> Tensor:
     """[H, W] bool."""
+    if isinstance(regions, OwnerRegions):
+        return has(regions.wanted, rank)
     needed = covered(regions.needs[rank], regions.width)
     return needed if regions.needed is None else needed & unpack_bits(regions.needed[rank], regions.width)
 
@@ -118,9 +121,10 @@ def whole(model: SplaxelModel) -> list[Tensor]:
     return pictures
 
 
-def story(num_partitions: int, front_side: float) -> list[dict[str, Any]]:
+def story(num_partitions: int, front_side: float, exchange: str = "selective") -> list[dict[str, Any]]:
     """Three epochs, then the front wall becomes clear, and three more; of this rank, or of one process alone."""
-    model = walls(comm.world().size if comm.world().size > 1 else num_partitions, front_side, num_partitions)
+    num_walls = comm.world().size if comm.world().size > 1 else num_partitions
+    model = walls(num_walls, front_side, num_partitions, exchange=exchange)
     chapters = []
     for number in range(6):
         if number == 3:

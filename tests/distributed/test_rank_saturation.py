@@ -90,13 +90,12 @@ def test_what_a_rank_needs_around_what_it_still_draws() -> None:
     assert bool((pixels == 1).all()) and bool((windows == 1).all())
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_partitions", "front_side"), [(2, 2, SMALL), (2, 2, LARGE), (4, 4, SMALL), (4, 4, LARGE)]
-)
-def test_the_masks_of_one_process(ranks_of: RankPools, num_ranks: int, num_partitions: int, front_side: float) -> None:
+@pytest.mark.parametrize("front_side", [SMALL, LARGE])
+@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "selective"), (4, "selective"), (4, "owner")])
+def test_the_masks_of_one_process(ranks_of: RankPools, num_ranks: int, exchange: str, front_side: float) -> None:
     """Bits, budgets, counts, participants, loss and gradients are those of one process with a partition per rank."""
-    stories = ranks_of(num_ranks).run(rank_walls.story, num_partitions, front_side)
-    alone = rank_walls.story(num_partitions, front_side)
+    stories = ranks_of(num_ranks).run(rank_walls.story, num_ranks, front_side, exchange)
+    alone = rank_walls.story(num_ranks, front_side)
     for number, expected in enumerate(alone):
         chapters = [story[number] for story in stories]
         for chapter in chapters:

@@ -76,7 +76,7 @@ def test_other_boundaries(ranks_of: RankPools, num_ranks: int, boundary: str) ->
     compare(ranks_of(num_ranks).run(draw_together, task), draw_alone(task), image=1e-5, gradient=1e-5)
 
 
-@pytest.mark.parametrize("exchange", ["selective", "owner", "gaussian"])
+@pytest.mark.parametrize("exchange", ["selective", "owner", "dense", "gaussian"])
 @pytest.mark.parametrize("side", ["half", "away"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_without_a_part(ranks_of: RankPools, num_ranks: int, side: str, exchange: str) -> None:

@@ -1,0 +1,97 @@
+"""Training runs of any number of ranks, through the method's own trainer."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+SCENE = Path(__file__).parents[1] / "data" / "matrixcity_caliterra" / "small_city" / "aerial"
+
+
+def config_of(folder: Path, steps: int, batch_size: int = 4, num_partitions: int | None = 4, **model: Any) -> Any:
+    """A short run on the committed scene at a quarter of its size, without growth unless `model` says so."""
+    from splaxel_ns.config import splaxel
+
+    config: Any = copy.deepcopy(splaxel.config)
+    config.output_dir, config.experiment_name, config.timestamp = folder, "ranks", "run"
+    config.max_num_iterations = steps
+    config.vis = "tensorboard"
+    config.steps_per_eval_image = config.steps_per_eval_batch = config.steps_per_eval_all_images = 10**9
+    config.steps_per_save = 10**9
+    config.pipeline.datamanager.data = SCENE
+    config.pipeline.datamanager.camera_res_scale_factor = 0.25
+    config.pipeline.datamanager.batch_size = batch_size
+    config.pipeline.model.num_partitions = num_partitions
+    config.pipeline.model.num_downscales = 0
+    config.pipeline.model.stop_split_at = 0
+    config.pipeline.model.saturation = False
+    for name, value in model.items():
+        setattr(config.pipeline.model, name, value)
+    return config
+
+
+def train_and_watch(config: Any) -> dict[str, Any]:
+    """`train`, while rank 0 has a thread that behaves as the viewer's: it holds the lock while it draws."""
+    pictures: list[torch.Tensor] = []
+
+    def watch(trainer: Any) -> None:
+        if not trainer.world.is_main:
+            return
+        model = trainer.pipeline.model
+        model.live_view = trainer._live_view
+        camera = trainer.pipeline.datamanager.eval_dataset.cameras[0:1]
+
+        def draw() -> None:
+            for _ in range(3):
+                with trainer.train_lock:
+                    model.eval()
+                    pictures.append(model.get_outputs_for_camera(camera)["rgb"])
+                    model.train()
+                time.sleep(0.1)
+
+        threading.Thread(target=draw, daemon=True).start()
+
+    return train(config, watch) | {"pictures": pictures}
+
+
+def train(config: Any, before: Callable[[Any], None] | None = None) -> dict[str, Any]:
+    """Run it; what this rank has at the end."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    trainer = config.setup(local_rank=0, world_size=1)
+    trainer.setup()
+    losses: list[float] = []
+    totals: list[int] = []
+    inner = trainer.train_iteration
+
+    def noting(step: int) -> Any:
+        result = inner(step)
+        losses.append(float(result[0]))
+        totals.append(trainer.pipeline.model.num_total or trainer.pipeline.model.num_points)
+        return result
+
+    trainer.train_iteration = noting
+    if before is not None:
+        before(trainer)
+    trainer.train()
+    model = trainer.pipeline.model
+    others = {name: value for name, value in model.named_parameters() if "gauss_params" not in name and value.numel()}
+    views = {name: value.detach().clone() for name, value in others.items()}
+    box = model.tree.box_of(model.tree.runs_of(model.world.size)[model.world.rank]) if not model.by_gaussians else None
+    return {
+        "losses": losses,
+        "totals": totals,
+        "num": model.num_points,
+        "means": model.means.detach().clone(),
+        "views": views,
+        "box": box,
+    }

@@ -1,0 +1,107 @@
+"""Whole training runs on several ranks against one (design 9)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import Ranks
+from rank_training import config_of, train, train_and_watch
+
+RankPools = Callable[[int], Ranks]
+
+
+STEPS = int(os.environ.get("SPLAXEL_TEST_STEPS", "100"))
+"""Of the comparison of rank counts; 500 take 5 minutes on 2 cores."""
+
+
+def test_losses_of_ranks_are_those_of_one(ranks_of: RankPools, tmp_path: Path) -> None:
+    """4 partitions, batches of 4, one view order, no growth: losses over 50 steps differ by less than 1 %."""
+    windows = {}
+    for num_ranks in (1, 2, 4):
+        runs = ranks_of(num_ranks).run(train, config_of(tmp_path / str(num_ranks), STEPS))
+        losses = torch.tensor(runs[0]["losses"])
+        assert all(run["losses"] == runs[0]["losses"] for run in runs), "every rank says the same"
+        windows[num_ranks] = losses.view(-1, 50).mean(dim=1)
+        assert losses[-20:].mean() < 0.5 * losses[:20].mean()
+    for num_ranks in (2, 4):
+        difference = float((windows[num_ranks] / windows[1] - 1).abs().max())
+        print(f"{num_ranks} ranks, {STEPS} steps: windows differ by at most {difference:.2e}")
+        assert difference < 0.01
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"background_color": "random", "num_downscales": 1, "resolution_schedule": 16},
+        {"camera_optimizer.mode": "SO3xR3"},
+        {"use_bilateral_grid": True},
+        {"strategy": "mcmc", "use_scale_regularization": True},
+        {"exchange": "gaussian"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_on_ranks(ranks_of: RankPools, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Exact boundaries: losses, poses and grids are those of one rank, step by step."""
+    runs = {}
+    for num_ranks in (1, 2):
+        config = config_of(tmp_path / str(num_ranks), 8, batch_size=3, num_partitions=2, boundary="exact")
+        for name, value in options.items():
+            target, _, field = name.rpartition(".")
+            setattr(getattr(config.pipeline.model, target) if target else config.pipeline.model, field, value)
+        runs[num_ranks] = ranks_of(num_ranks).run(train, config)
+    alone, together = runs[1][0], runs[2]
+    assert together[0]["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+    for name, expected in alone["views"].items():
+        for rank in together:
+            assert float((rank["views"][name] - expected).abs().max()) <= 1e-3 * float(expected.abs().max()), name
+
+
+def test_growth_moves_and_balances(ranks_of: RankPools, tmp_path: Path) -> None:
+    """An uneven start is balanced, growth is shared, and no Gaussian is lost or doubled on the way."""
+    config = config_of(
+        tmp_path,
+        24,
+        num_partitions=None,
+        stop_split_at=10_000,
+        warmup_length=10,
+        refine_every=20,
+        imbalance=0.5,
+        balance_every=30,
+        migrate_every=1,
+        max_gaussians=34_000,
+    )
+    runs = ranks_of(2).run(train, config)
+    assert runs[0]["totals"] == runs[1]["totals"]
+    assert sum(run["num"] for run in runs) == runs[0]["totals"][-1] <= 34_000
+    assert runs[0]["totals"][-1] > runs[0]["totals"][0]
+    held = [run["num"] for run in runs]
+    assert max(held) / (sum(held) / 2) - 1 <= 0.2
+    for run in runs:  # everybody is at home
+        low, high = run["box"]
+        assert bool(((run["means"] >= low) & (run["means"] < high)).all())
+
+
+def test_mcmc_shares_out_what_is_added(ranks_of: RankPools, tmp_path: Path) -> None:
+    """Relocations keep the number, additions raise it by 5 % up to the cap, as on one rank."""
+    options = {"strategy": "mcmc", "stop_split_at": 10_000, "warmup_length": 10, "refine_every": 20}
+    totals = {}
+    for num_ranks in (1, 2):
+        config = config_of(tmp_path / str(num_ranks), 16, num_partitions=2, max_gs_num=33_000, **options)
+        totals[num_ranks] = ranks_of(num_ranks).run(train, config)[0]["totals"]
+    assert totals[1] == totals[2] and totals[1][-1] == 33_000
+
+
+def test_the_viewer_is_served_between_steps(ranks_of: RankPools, tmp_path: Path) -> None:
+    """A picture that a thread of rank 0 asks for while the ranks train is that of all of them; training goes on."""
+    seen, other = ranks_of(2).run(train_and_watch, config_of(tmp_path, 40, num_partitions=2))
+    assert len(seen["pictures"]) == 3 and not other["pictures"]
+    assert seen["losses"] == other["losses"] and len(seen["losses"]) == 40
+    for picture, again in zip(seen["pictures"], seen["pictures"][1:], strict=False):
+        assert picture.shape == (44, 59, 3) and bool(picture.isfinite().all())
+        assert float(picture.std()) > 0.01
+        assert not torch.equal(picture, again), "the model has moved on"
