@@ -2,9 +2,11 @@
 # make demo-distributed   the same on 2 ranks (RANKS=n)
 # make test   runs all tests        make lint   ruff and pyright        make clean   removes .venv and outputs
 # make soak   a long run on 2 ranks, killed ten times and resumed, against one that is left alone
+# make cuda-check   compiles the CUDA kernels (needs nvcc, no GPU); ARCHS="8.0 8.6 8.9 9.0 10.0 12.0" for all releases'
 PYTHON ?= python3
 STEPS ?= 3000
 RANKS ?= 2
+ARCHS ?= 9.0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -12,7 +14,7 @@ SCENE := tests/data/matrixcity_caliterra/small_city/aerial
 RUN := outputs/demo/splaxel/run
 RECIPE = $(shell grep -v '^\#' configs/caliterra_1r.args)
 
-.PHONY: demo demo-distributed test lint soak clean
+.PHONY: demo demo-distributed test lint soak cuda-check clean
 
 $(INSTALLED): pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v == (3, 11) else \
@@ -53,6 +55,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+cuda-check:
+	$(PYTHON) .ci/cuda_check.py $(ARCHS)
 
 clean:
 	rm -rf $(VENV) outputs renders *.egg-info

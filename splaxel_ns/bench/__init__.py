@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tyro
-
 
 def entrypoint() -> None:
     """The `splaxel-bench` command."""
+    import tyro  # here, so that `python -m splaxel_ns.bench.gpu` needs no more than torch
+
     from splaxel_ns.bench.comm import Comm
+    from splaxel_ns.bench.gpu import Gpu
     from splaxel_ns.bench.kernels import Kernels
     from splaxel_ns.bench.link import Link
     from splaxel_ns.bench.pictures import Pictures
@@ -18,6 +19,7 @@ def entrypoint() -> None:
     tyro.extras.set_accent_color("bright_yellow")
     commands = {
         "kernels": Kernels,
+        "gpu": Gpu,
         "quality": Quality,
         "pictures": Pictures,
         "saturation": Saturation,

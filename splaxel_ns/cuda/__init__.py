@@ -23,8 +23,15 @@ if TYPE_CHECKING:
     from splaxel_ns.cuda.splats import project as project
     from splaxel_ns.cuda.splats import spherical_harmonics as spherical_harmonics
     from splaxel_ns.cuda.splats import thresholds as thresholds
+    from splaxel_ns.cuda.streams import Region as Region
+    from splaxel_ns.cuda.streams import composite_streams as composite_streams
+    from splaxel_ns.cuda.streams import pack_active as pack_active
+    from splaxel_ns.cuda.streams import pack_pixels as pack_pixels
+    from splaxel_ns.cuda.streams import unpack_active as unpack_active
+    from splaxel_ns.cuda.streams import unpack_pixels as unpack_pixels
     from splaxel_ns.cuda.update import AdamSettings as AdamSettings
     from splaxel_ns.cuda.update import StepGradients as StepGradients
+    from splaxel_ns.cuda.update import adam_rows as adam_rows
     from splaxel_ns.cuda.update import project_and_color as project_and_color
     from splaxel_ns.cuda.update import update_gaussians as update_gaussians
 
@@ -47,7 +54,14 @@ _HOME = {
     "project": "splats",
     "spherical_harmonics": "splats",
     "thresholds": "splats",
+    "Region": "streams",
+    "composite_streams": "streams",
+    "pack_active": "streams",
+    "pack_pixels": "streams",
+    "unpack_active": "streams",
+    "unpack_pixels": "streams",
     "AdamSettings": "update",
+    "adam_rows": "update",
     "StepGradients": "update",
     "project_and_color": "update",
     "update_gaussians": "update",

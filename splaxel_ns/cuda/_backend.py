@@ -6,8 +6,6 @@ The library is compiled once per source text, compiler and torch version into to
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import platform
@@ -16,13 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_HERE = Path(__file__).resolve().parent
+from splaxel_ns.cuda._build import HERE, cache_root, compiler, digest, environment, exclusive, ninja_on_path, say
+
 _CXX_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 _LINK_FLAGS = ["-fopenmp"]
 _NAME = "splaxel_ops"
@@ -32,8 +30,11 @@ _loaded = False
 _failure: RuntimeError | None = None
 
 
-def load() -> Any:
+def load(device: torch.device | None = None) -> Any:
     """Returns `torch.ops.splaxel`, compiling it (under a minute, with a message) if this source was never compiled.
+
+    Args:
+        device: where the op's tensors are; for a GPU its kernels are loaded too (`_gpu_backend`).
 
     Raises:
         RuntimeError: not Linux on x86-64, no C++ compiler, no folder to compile in, or the compilation failed.
@@ -56,48 +57,42 @@ def load() -> Any:
             except RuntimeError as error:
                 _failure = error
                 raise
+            if hasattr(torch.ops.splaxel, "composite"):  # tests of the build compile other things
+                from splaxel_ns.cuda import _fake
+
+                _fake.register()
             _loaded = True
+    if device is not None and device.type == "cuda":
+        from splaxel_ns.cuda import _gpu_backend
+
+        _gpu_backend.load()
     return torch.ops.splaxel
 
 
 def build_folder() -> Path:
     """The folder that holds the objects, the libraries and the lock of this checkout's build."""
-    # torch's own default root; torch.utils.cpp_extension is slow to import and warns where CUDA is half installed.
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
-    return Path(root) / f"splaxel_{_digest(*_environment(), *_compiler())}"
+    return cache_root() / f"splaxel_{digest(*_environment(), *compiler())}"
 
 
 def _environment() -> list[str]:
-    """What a library depends on apart from its sources and the compiler."""
-    return [str(_HERE), torch.__version__, sys.version, *_CXX_FLAGS, *_LINK_FLAGS]
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    return environment(*_CXX_FLAGS, *_LINK_FLAGS)
 
 
 def _mark() -> str:
     """The name of the file by which a folder's libraries are recognised where no compiler is there to ask for."""
-    return f"built_for_{_digest(*_environment())}"
+    return f"built_for_{digest(*_environment())}"
 
 
 def _sources() -> list[Path]:
-    return [_HERE / "ext.cpp", *sorted((_HERE / "csrc").glob("*.cpp"))]
+    return [HERE / "ext.cpp", *sorted((HERE / "csrc").glob("*.cpp"))]
 
 
 def _source_hash() -> str:
-    digest = hashlib.sha256()
-    headers = [*(_HERE / "csrc").glob("*.h"), *(_HERE / "include").glob("*.h")]
+    everything = hashlib.sha256()
+    headers = [*(HERE / "csrc").glob("*.h"), *(HERE / "include").glob("*.h")]
     for path in [*_sources(), *sorted(headers)]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
-def _compiler() -> tuple[str, str]:
-    """The compiler torch will call, and where it is ("" if nowhere)."""
-    name = os.environ.get("CXX", "c++")
-    return name, shutil.which(name.split()[0]) or ""
+        everything.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return everything.hexdigest()[:12]
 
 
 def _check_platform() -> None:
@@ -111,7 +106,7 @@ def _find_or_build(folder: Path) -> None:
     """Loads the library of these sources, from `folder`, or without a compiler from any that fits; or compiles it."""
     library = folder / f"{_NAME}_{_source_hash()}.so"
     folders = [folder]
-    if not _compiler()[1]:
+    if not compiler()[1]:
         folders += sorted(mark.parent for mark in folder.parent.glob(f"splaxel_*/{_mark()}"))
     for candidate in folders:
         if (candidate / library.name).is_file():
@@ -129,14 +124,14 @@ def _load_library(library: Path) -> None:
 
 def _build_and_load(folder: Path, library: Path) -> None:
     """Compiles what changed and leaves the result as `library`; one process at a time, the others wait for it."""
-    name, path = _compiler()
+    name, path = compiler()
     if not path:
         raise RuntimeError(
             f"Splaxel compiles its CPU kernels on first use and found no C++ compiler ({name!r} is not on PATH). "
             "Install one (Debian, Ubuntu: apt install g++) or name one in the environment variable CXX."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    with _exclusive(folder / "splaxel.lock"):
+    with exclusive(folder / "splaxel.lock"):
         if library.is_file():  # another process built it while this one waited
             _load_library(library)
             return
@@ -146,32 +141,20 @@ def _build_and_load(folder: Path, library: Path) -> None:
         _compile_and_load(folder, library, path)
 
 
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Holds a lock that the kernel releases when its holder dies, however it dies."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say("waiting for another process that compiles the CPU kernels")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _compile_and_load(folder: Path, library: Path, path: str) -> None:
     from torch.utils import cpp_extension
 
     start = time.monotonic()
     sources = _sources()
-    _say(f"compiling the CPU kernels ({len(sources)} files, once, about a minute) in {folder}")
+    say(f"compiling the CPU kernels ({len(sources)} files, once, about a minute) in {folder}")
     try:
-        with _ninja_on_path():
+        with ninja_on_path():
             cpp_extension.load(
                 name=_NAME,
                 sources=[str(source) for source in sources],
                 extra_cflags=[*_CXX_FLAGS],  # torch appends to its arguments
                 extra_ldflags=[*_LINK_FLAGS],
-                extra_include_paths=[str(_HERE / "include"), str(_HERE / "csrc")],
+                extra_include_paths=[str(HERE / "include"), str(HERE / "csrc")],
                 build_directory=str(folder),
                 is_python_module=False,
                 is_standalone=False,
@@ -191,25 +174,4 @@ def _compile_and_load(folder: Path, library: Path, path: str) -> None:
     for old in folder.glob(f"{_NAME}_*.so"):
         if old != library:
             old.unlink(missing_ok=True)
-    _say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
-
-
-@contextlib.contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """Lets torch find the ninja of this environment even if the environment was not activated."""
-    before = os.environ.get("PATH", "")
-    try:
-        import ninja
-    except ImportError:
-        folders = [before]
-    else:
-        folders = [before, ninja.BIN_DIR]
-    os.environ["PATH"] = os.pathsep.join(folders)
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
-
-
-def _say(text: str) -> None:
-    print(f"splaxel: {text}", file=sys.stderr, flush=True)
+    say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")

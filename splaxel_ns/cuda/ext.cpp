@@ -98,6 +98,25 @@ TORCH_LIBRARY(splaxel, m) {
   m.def(
       "update_saturation(Tensor transmittances, Tensor slots, Tensor spans, Tensor bits, Tensor budgets, float eps) -> "
       "(Tensor bits, Tensor budgets, Tensor counts)");
+  // Pixels of a region as flat streams, and what composes them; see cuda/streams.py.
+  m.def(
+      "pack_pixels(Tensor colors, Tensor depths, Tensor transmittances, Tensor spans, Tensor row_starts, int count, "
+      "bool with_depth, bool half) -> Tensor");
+  m.def(
+      "unpack_pixels(Tensor stream, Tensor spans, Tensor row_starts, int width) -> (Tensor colors, Tensor depths, "
+      "Tensor transmittances)");
+  m.def("pack_active(Tensor stream) -> (Tensor bits, Tensor values, Tensor count)");
+  m.def("unpack_active(Tensor bits, Tensor values, int count) -> Tensor");
+  m.def(
+      "composite_streams(Tensor stream, Tensor spans, Tensor row_starts, Tensor background, int width) -> (Tensor rgb, "
+      "Tensor depth, Tensor alpha)");
+  m.def(
+      "composite_streams_backward(Tensor stream, Tensor spans, Tensor row_starts, Tensor background, int width, "
+      "Tensor v_rgb, Tensor v_depth, Tensor v_alpha) -> (Tensor v_stream, Tensor v_background)");
+  // One step of Adam on the rows that are visible, in place; see cuda/update.py.
+  m.def(
+      "adam_rows(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad, Tensor? visible, float lr, "
+      "float beta1, float beta2, float eps, float step) -> ()");
   // The constants of include/common.h, under their names there.
   m.def("thresholds() -> Dict(str, float)", &thresholds);
 }

@@ -1,7 +1,7 @@
 """Partial images of one view: each participant's own Gaussians, in its own pixels, without background.
 
 Shapes: N Gaussians, P partitions (leaves of the KD-tree), Q participants of the view, H x W pixels. Everything is
-float32 on the CPU; pixel centres lie at +0.5; world_to_cam matrices and cameras are OpenCV's.
+float32, on the CPU or all on one GPU; pixel centres lie at +0.5; world_to_cam matrices and cameras are OpenCV's.
 
 A splat touches a pixel if and only if its alpha there is at least 1/255; each participant blends what touches a pixel
 in order of depth, equal depths in order of their numbers. What a participant draws beyond that depends on the pixel
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -124,32 +124,48 @@ def rasterize_partials(
     """
     splats = _checked_splats(means2d, depths, conics, opacities, colors, extents)
     count = len(means2d)
-    owner = _checked("owner", owner, (count,), torch.int32)
-    means = _checked("means", means.detach(), (count, 3))
+    device = means2d.device
+    owner = _checked("owner", owner, (count,), torch.int32, device)
+    means = _checked("means", means.detach(), (count, 3), device=device)
     if reach is not None:
-        reach = _checked("reach", reach.detach(), (count, 3))
-    view = _checked_view(viewmat, K, tree, order, spans, width)
+        reach = _checked("reach", reach.detach(), (count, 3), device=device)
+    view = _checked_view(viewmat, K, tree, order, spans, width, device)
     if boundary not in _BOUNDARIES:
         raise ValueError(f"boundary is {boundary!r}; it must be one of {', '.join(_BOUNDARIES)}.")
     if not 0.0 <= stop < 1.0:
         raise ValueError(f"stop is {stop}; it must be a transmittance in [0, 1), 0 for none.")
     if saturated is not None:
         shape = (len(order), spans.shape[1], (width + 7) // 8)
-        saturated = _checked("saturated", saturated, shape, torch.uint8)
+        saturated = _checked("saturated", saturated, shape, torch.uint8, device)
     settings = (width, _BOUNDARIES[boundary], float(stop))
     out_colors, out_depths, transmittances, stats = _RasterizePartials.apply(
         *splats, owner, means, reach, view, saturated, settings, absgrad, count_clipped
     )
+    counts = _stats(stats, count_clipped) if stats.device.type == "cpu" else DeferredStats(stats, count_clipped)
+    return out_colors, out_depths, transmittances, cast(RasterStats, counts)
+
+
+def _stats(stats: Tensor, count_clipped: bool) -> RasterStats:
     num_splats, num_pairs, dropped, straddling, clipped, *nanoseconds = stats.tolist()
     binning_ms, drawing_ms = (1e-6 * value for value in nanoseconds)
-    return (
-        out_colors,
-        out_depths,
-        transmittances,
-        RasterStats(
-            num_splats, num_pairs, dropped, straddling, clipped if count_clipped else None, binning_ms, drawing_ms
-        ),
+    return RasterStats(
+        num_splats, num_pairs, dropped, straddling, clipped if count_clipped else None, binning_ms, drawing_ms
     )
+
+
+class DeferredStats:
+    """A `RasterStats` on a GPU: read when somebody asks, because reading waits for the device. Times are 0 there."""
+
+    def __init__(self, stats: Tensor, count_clipped: bool) -> None:
+        self._tensor = stats
+        self._count_clipped = count_clipped
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        value = getattr(_stats(self._tensor, self._count_clipped), name)
+        setattr(self, name, value)
+        return value
 
 
 class _RasterizePartials(Function):
@@ -171,7 +187,7 @@ class _RasterizePartials(Function):
         absgrad,
         clip,
     ):
-        out_colors, out_depths, transmittances, *lists, stats = _backend.load().rasterize_partials(
+        out_colors, out_depths, transmittances, *lists, stats = _backend.load(means2d.device).rasterize_partials(
             means2d, depths, conics, opacities, colors, extents, owner, means, reach, *view, saturated, *settings, clip
         )
         ctx.save_for_backward(means2d, conics, opacities, saturated, *view, *lists)
@@ -188,22 +204,22 @@ class _RasterizePartials(Function):
         means2d, conics, opacities, saturated, *rest = ctx.saved_tensors
         view, lists = rest[: ctx.num_view], rest[ctx.num_view :]
         shape = (len(view[7]), view[8].shape[1], ctx.settings[0])  # Q, H, W
-        v_colors = torch.zeros(*shape, 3) if v_colors is None else v_colors.contiguous()
-        v_transmittances = torch.zeros(shape) if v_transmittances is None else v_transmittances.contiguous()
+        v_colors = conics.new_zeros(*shape, 3) if v_colors is None else v_colors.contiguous()
+        v_transmittances = conics.new_zeros(shape) if v_transmittances is None else v_transmittances.contiguous()
         v_depths = None if v_depths is None else v_depths.contiguous()
-        v_means2d, v_splat_depths, v_conics, v_opacities, v_splat_colors, absolute = (
-            _backend.load().rasterize_partials_backward(
-                conics,
-                opacities,
-                *view,
-                saturated,
-                *ctx.settings,
-                *lists,
-                v_colors,
-                v_depths,
-                v_transmittances,
-                ctx.absgrad,
-            )
+        v_means2d, v_splat_depths, v_conics, v_opacities, v_splat_colors, absolute = _backend.load(
+            means2d.device
+        ).rasterize_partials_backward(
+            conics,
+            opacities,
+            *view,
+            saturated,
+            *ctx.settings,
+            *lists,
+            v_colors,
+            v_depths,
+            v_transmittances,
+            ctx.absgrad,
         )
         if ctx.absgrad:
             means2d.absgrad = absolute
@@ -216,50 +232,64 @@ def _checked_splats(
     count = len(means2d) if isinstance(means2d, Tensor) and means2d.ndim == 2 else -1
     if count < 0:
         raise ValueError(f"means2d must be a tensor of shape [N, 2], got {_describe(means2d)}.")
+    device = means2d.device
     return (
-        _checked("means2d", means2d, (count, 2)),
-        _checked("depths", depths, (count,)),
-        _checked("conics", conics, (count, 3)),
-        _checked("opacities", opacities, (count,)),
-        _checked("colors", colors, (count, 3)),
-        _checked("extents", extents.detach(), (count, 2)),
+        _checked("means2d", means2d, (count, 2), device=device),
+        _checked("depths", depths, (count,), device=device),
+        _checked("conics", conics, (count, 3), device=device),
+        _checked("opacities", opacities, (count,), device=device),
+        _checked("colors", colors, (count, 3), device=device),
+        _checked("extents", extents.detach(), (count, 2), device=device),
     )
 
 
 def _checked_view(
-    viewmat: Tensor, K: Tensor, tree: Tree, order: Sequence[int], spans: Tensor, width: int
+    viewmat: Tensor, K: Tensor, tree: Tree, order: Sequence[int], spans: Tensor, width: int, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """viewmat, K, the tree's axis, threshold, children, lo, hi, the order and the spans, as the ops take them."""
+    """viewmat, K, the tree's axis, threshold, children, lo, hi, the order and the spans, as the ops take them.
+
+    Those that a CPU holds may come from there, whatever the device.
+    """
     parts = len(tree.lo)
     height = spans.shape[1] if isinstance(spans, Tensor) and spans.ndim == 3 else 0
     if not 0 < width < 2**20 or not 0 < height < 2**20:
         raise ValueError(f"The image is {width} x {height} pixels (height from spans [P, H, 2]); it must have some.")
-    viewmat = _checked("viewmat", viewmat.detach(), (4, 4))
-    K = _checked("K", K.detach(), (3, 3))
-    if not (K[0, 0] > 0 and K[1, 1] > 0):
+    viewmat = _checked("viewmat", viewmat.detach(), (4, 4), device=viewmat.device)
+    K = _checked("K", K.detach(), (3, 3), device=K.device)
+    # Where K is on a GPU its values stay there: looking at them would wait for the device.
+    if K.device.type == "cpu" and not (K[0, 0] > 0 and K[1, 1] > 0):
         raise ValueError(f"K's focal lengths are {K[0, 0].item()} and {K[1, 1].item()}; they must be positive.")
     order = [int(partition) for partition in order]
     if len(set(order)) != len(order) or any(not 0 <= partition < parts for partition in order):
         raise ValueError(f"order is {order}; it must name partitions of 0..{parts - 1}, each once.")
-    return (
+    tensors = (
         viewmat,
         K,
-        _checked("tree.axis", tree.axis, (parts - 1,), torch.int32),
-        _checked("tree.threshold", tree.threshold, (parts - 1,)),
-        _checked("tree.children", tree.children, (parts - 1, 2), torch.int32),
-        _checked("tree.lo", tree.lo, (parts, 3)),
-        _checked("tree.hi", tree.hi, (parts, 3)),
+        _checked("tree.axis", tree.axis, (parts - 1,), torch.int32, tree.axis.device),
+        _checked("tree.threshold", tree.threshold, (parts - 1,), device=tree.threshold.device),
+        _checked("tree.children", tree.children, (parts - 1, 2), torch.int32, tree.children.device),
+        _checked("tree.lo", tree.lo, (parts, 3), device=tree.lo.device),
+        _checked("tree.hi", tree.hi, (parts, 3), device=tree.hi.device),
         torch.tensor(order, dtype=torch.int32),
-        _checked("spans", spans, (parts, height, 2), torch.int32),
+        _checked("spans", spans, (parts, height, 2), torch.int32, spans.device),
     )
+    return tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
 
 
-def _checked(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def _checked(
+    name: str,
+    value: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
     """The tensor, contiguous, if it is what the op reads: nothing is converted silently."""
     if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
         raise ValueError(f"{name} must be a {str(dtype)[6:]} tensor of shape {list(shape)}, got {_describe(value)}.")
-    if value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}; the kernels run on the CPU: pass {name}.cpu().")
+    if value.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {value.device}; the kernels run on the CPU and on CUDA GPUs.")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name} is on {value.device}, but means2d is on {device}: pass {name}.to({str(device)!r}).")
     return value.contiguous()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from splaxel_ns.cuda._backend import load
+from splaxel_ns.cuda import _backend
 
 
 def content_bounds(
@@ -34,7 +34,7 @@ def content_bounds(
     _check("owner", owner, (num,))
     _check("bulk", bulk, (num_partitions, 2, 3))
     _check("slice_axis", slice_axis, (num_partitions,))
-    return load().content_bounds(
+    return _backend.load().content_bounds(
         _float(means), _float(scales), _int(owner), _float(bulk), _int(slice_axis), float(slope)
     )
 
@@ -45,7 +45,7 @@ def region_spans(
     """The row spans of every partition in one view: its boxes beyond the near plane, projected and dilated by 2 px.
 
     Args:
-        boxes: [P, S, 2, 3], world units; boxes with lower > upper are skipped.
+        boxes: [P, S, 2, 3], world units; boxes with lower > upper are skipped. On a GPU the work is done there.
         viewmat: [4, 4], world to camera, OpenCV axes.
         K: [3, 3], pixels.
         near: world units, > 0.
@@ -59,8 +59,11 @@ def region_spans(
     _check("K", K, (3, 3))
     if width < 1 or height < 1:
         raise ValueError(f"The view is {width} x {height} pixels; it needs at least one.")
-    leaves = None if leaves is None else _float(leaves)
-    return load().region_spans(_float(boxes), leaves, _float(viewmat), _float(K), width, height, near)
+    device = boxes.device if boxes.device.type == "cuda" else torch.device("cpu")
+    leaves = None if leaves is None else _float(leaves, device)
+    return _backend.load(device).region_spans(
+        _float(boxes, device), leaves, _float(viewmat, device), _float(K, device), width, height, near
+    )
 
 
 def splat_spans(
@@ -107,7 +110,7 @@ def regions_present(
     _check("Ks", Ks, (num_views, 3, 3))
     _check("sizes", sizes, (num_views, 2))
     leaves = None if leaves is None else _float(leaves)
-    return load().regions_present(_float(boxes), leaves, _float(viewmats), _float(Ks), _int(sizes), near)
+    return _backend.load().regions_present(_float(boxes), leaves, _float(viewmats), _float(Ks), _int(sizes), near)
 
 
 def _check_boxes(boxes: Tensor, leaves: Tensor | None, near: float) -> None:
@@ -124,8 +127,8 @@ def _check(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must have the shape {list(shape)}, not {list(value.shape)}.")
 
 
-def _float(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", torch.float32).contiguous()
+def _float(value: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    return value.detach().to(device, torch.float32).contiguous()
 
 
 def _int(value: Tensor) -> Tensor:

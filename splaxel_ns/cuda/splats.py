@@ -1,7 +1,8 @@
 """Projection, spherical harmonics, composition and loss: the ops around the rasteriser.
 
 Shapes: N Gaussians, K spherical-harmonics bases, Q participants of a view, H x W pixels. Everything is float32 on the
-CPU; pixel centres lie at +0.5; world_to_cam matrices and cameras are OpenCV's (x right, y down, z forward).
+CPU, for composition also on a GPU; pixel centres lie at +0.5; world_to_cam matrices and cameras are OpenCV's (x right,
+y down, z forward).
 """
 
 from __future__ import annotations
@@ -163,11 +164,12 @@ def composite(
     if colors.dim() != 4:
         raise ValueError(f"colors must be [Q, H, W, 3], got {list(colors.shape)}")
     layers = tuple(colors.shape[:3])
+    device = colors.device
     tensors = [
-        _checked("colors", colors, (*layers, 3)),
-        _checked("depths", depths, layers),
-        _checked("transmittances", transmittances, layers),
-        _checked("background", background, (3,)),
+        _checked("colors", colors, (*layers, 3), device=device),
+        _checked("depths", depths, layers, device=device),
+        _checked("transmittances", transmittances, layers, device=device),
+        _checked("background", background, (3,), device=device),
     ]
     return _Composite.apply(*tensors)
 
@@ -179,7 +181,7 @@ class _Composite(Function):
         ctx.set_materialize_grads(False)
         ctx.depths_are_leaf = depths.is_leaf
         ctx.save_for_backward(colors, depths, transmittances, background)
-        return _backend.load().composite(colors, depths, transmittances, background)
+        return _backend.load(colors.device).composite(colors, depths, transmittances, background)
 
     @staticmethod
     @once_differentiable
@@ -187,10 +189,12 @@ class _Composite(Function):
         v_rgb, v_depth, v_alpha = (None if v is None else v.contiguous() for v in v_results)
         image = ctx.saved_tensors[1].shape[1:]  # H, W
         if v_rgb is None:
-            v_rgb = torch.zeros(*image, 3)
+            v_rgb = ctx.saved_tensors[0].new_zeros(*image, 3)
         if v_depth is None and ctx.depths_are_leaf:
-            v_depth = torch.zeros(image)
-        return _backend.load().composite_backward(*ctx.saved_tensors, v_rgb, v_depth, v_alpha)
+            v_depth = ctx.saved_tensors[0].new_zeros(image)
+        return _backend.load(ctx.saved_tensors[0].device).composite_backward(
+            *ctx.saved_tensors, v_rgb, v_depth, v_alpha
+        )
 
 
 @dataclass(frozen=True)
@@ -270,12 +274,22 @@ def _rows(name: str, tensor: Tensor) -> int:
     return tensor.shape[0]
 
 
-def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def _checked(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """The tensor, contiguous; device: that of the op's first tensor, for ops that also run on GPUs."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype != dtype:
         raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}; convert it with .to({dtype})")
-    if tensor.device.type != "cpu":
+    if device is not None and device.type == "cuda":
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, but the others are on {device}; move it there")
+    elif tensor.device.type != "cpu":
         raise ValueError(f"{name} is on {tensor.device}, but Splaxel's ops run on the CPU; move it with .cpu()")
     return tensor.contiguous()
 

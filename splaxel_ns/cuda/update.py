@@ -203,3 +203,50 @@ def update_gaussians(
         float(step),
         not only_visible,
     )
+
+
+@torch.no_grad()
+def adam_rows(
+    param: Tensor,  # [N, ...]
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    settings: AdamSettings,
+    step: int,
+    visible: Tensor | None = None,  # [N] bool
+) -> None:
+    """Moves the visible rows of one parameter and of its moments in place: one step of Adam, as torch's.
+
+    On the CPU or a GPU. Rows that are not visible keep their moments too; None: all rows.
+
+    Raises:
+        ValueError: a tensor has the wrong shape, type or device, or is not contiguous.
+    """
+    shape = tuple(param.shape)
+    if not shape:
+        raise ValueError("param must have rows, got a scalar")
+    named = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
+    for name, tensor in named.items():
+        if tensor.shape != shape or tensor.dtype != torch.float32 or tensor.device != param.device:
+            raise ValueError(
+                f"{name} must be float32 {list(shape)} on {param.device}, got {tensor.dtype} {list(tensor.shape)} on "
+                f"{tensor.device}"
+            )
+        if name != "grad" and not tensor.is_contiguous():
+            raise ValueError(f"{name} is updated in place and must be contiguous")
+    if visible is not None and (visible.shape != shape[:1] or visible.dtype != torch.bool):
+        raise ValueError(f"visible must be bool [{shape[0]}], got {visible.dtype} {list(visible.shape)}")
+    if visible is not None and visible.device != param.device:
+        raise ValueError(f"visible is on {visible.device}, but param is on {param.device}")
+    _backend.load(param.device).adam_rows(
+        param,
+        exp_avg,
+        exp_avg_sq,
+        grad.contiguous(),
+        None if visible is None else visible.contiguous(),
+        settings.lr,
+        settings.beta1,
+        settings.beta2,
+        settings.eps,
+        float(step),
+    )

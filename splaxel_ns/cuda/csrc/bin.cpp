@@ -12,64 +12,14 @@ namespace {
 constexpr int64_t kLeastItems = 2048;  // per thread
 constexpr int64_t kAhead = 16;         // items between a prefetch and its use
 
-// The columns (or rows) [first, last] whose centres lie within `extent` of `center`, enlarged beyond rounding.
-bool covered(float center, float extent, int size, int* first, int* last) {
-  const float half = extent * 1.0001f + 1e-3f;
-  const float low = center - half - 0.5f, high = center + half - 0.5f, end = static_cast<float>(size - 1);
-  if (!(high >= 0.0f && low <= end)) return false;
-  // Rounded up and down: a library call would cost more than all the rest.
-  const int whole = low > 0.0f ? static_cast<int>(low) : 0;
-  *first = whole + (low > static_cast<float>(whole) ? 1 : 0);
-  *last = high < end ? static_cast<int>(high) : size - 1;
-  if (*first > *last) return false;
-  return true;
-}
-
-bool visible(const BinInput& in, int64_t i) {
-  const float* conic = in.conics + 3 * i;
-  return in.extents[2 * i] > 0.0f && in.extents[2 * i + 1] > 0.0f && in.opacities[i] >= static_cast<float>(kAlphaMin) &&
-         conic[0] > 0.0f && conic[2] > 0.0f;
-}
+bool visible(const BinInput& in, int64_t i) { return splaxel::visible(in.splats(), i); }
 
 bool tile_rect(const BinInput& in, const RasterArgs& args, int64_t i, TileRect* rect) {
-  int x0, x1, y0, y1;
-  if (!covered(in.means2d[2 * i], in.extents[2 * i], args.width, &x0, &x1) ||
-      !covered(in.means2d[2 * i + 1], in.extents[2 * i + 1], args.height, &y0, &y1))
-    return false;
-  *rect = {static_cast<uint16_t>(x0 / kTile), static_cast<uint16_t>(y0 / kTile),
-           static_cast<uint16_t>(x1 / kTile + 1), static_cast<uint16_t>(y1 / kTile + 1)};
-  return true;
-}
-
-SplatRecord pack(const BinInput& in, int64_t i, bool tested) {
-  const float* conic = in.conics + 3 * i;
-  const double a = conic[0], b = conic[1], c = conic[2];
-  SplatRecord s;
-  s.x = in.means2d[2 * i];
-  s.y = in.means2d[2 * i + 1];
-  s.k = static_cast<float>(b / a);
-  s.h = static_cast<float>(-b / c);
-  s.a2 = 0.5f * kLog2E * conic[0];
-  // Of a very long splat the rounded conic may not be positive definite; it is then drawn as infinitely long.
-  s.d2 = static_cast<float>(0.5 * static_cast<double>(kLog2E) * std::max(c - b * b / a, 0.0));
-  s.log2_opacity = std::log2(in.opacities[i]);
-  s.limit = (s.log2_opacity + std::log2(255.0f)) * 1.0001f + 1e-3f;
-  s.r = in.colors[3 * i];
-  s.g = in.colors[3 * i + 1];
-  s.b = in.colors[3 * i + 2];
-  s.depth = in.depths[i];
-  s.a = conic[0];
-  s.c = conic[2];
-  s.tested = tested ? 1 : 0;
-  s.index = static_cast<int32_t>(i);
-  return s;
+  return splaxel::tile_rect(in.splats(), args.width, args.height, kTile, i, rect);
 }
 
 bool splat_straddles(const BinInput& in, const RasterArgs& args, int64_t i, WorldBox* box) {
-  *box = pairs_box(
-      args.camera, in.means + 3 * i, in.reach != nullptr ? in.reach + 3 * i : nullptr, in.extents[2 * i],
-      in.extents[2 * i + 1], in.depths[i]);
-  return !inside_leaf(args.tree, in.owner[i], *box);
+  return splaxel::straddles(in.splats(), args.camera, args.tree, i, box);
 }
 
 // Calls emit(participant, tested) for those that may draw Gaussian i. Returns whether it straddles.
@@ -97,13 +47,6 @@ inline void for_jobs(const RasterArgs& args, const uint8_t* job_renders, const I
     for (int x = rect.x0; x < rect.x1; ++x)
       if (job_renders[row + x] != 0) visit(row + x);
   }
-}
-
-// Unsigned keys in the order of the floats.
-uint32_t sort_key(float depth) {
-  uint32_t key;
-  std::memcpy(&key, &depth, sizeof key);
-  return key >> 31 ? ~key : key | 0x80000000u;
 }
 
 }  // namespace
@@ -215,7 +158,7 @@ Items list_items(
     for (; from < end; ++from) {
       const int64_t i = from->gaussian;
       for_candidates(in, args, i, [&](int participant, bool tested) {
-        records[item] = pack(in, i, tested);
+        records[item] = pack_record(in.splats(), i, tested);
         items.list[item] = {from->rect, participant, 0};
         ++item;
       });
@@ -237,7 +180,7 @@ Block<uint32_t> sort_by_depth(const SplatRecord* records, int64_t count, int thr
     const Chunk part(count, chunk, chunks);
     uint32_t low = 0xffffffffu, high = 0;
     for (int64_t i = part.begin; i < part.end; ++i) {
-      const uint32_t key = sort_key(records[i].depth);
+      const uint32_t key = depth_key(records[i].depth);
       from[i] = {key, static_cast<uint32_t>(i)};
       low = std::min(low, key);
       high = std::max(high, key);
@@ -361,7 +304,7 @@ int64_t count_clipped(const BinInput& in, const RasterArgs& args) {
         continue;
       WorldBox box;
       const bool moves = args.boundary == Boundary::kExact && splat_straddles(in, args, i, &box);
-      const SplatRecord s = pack(in, i, moves);
+      const SplatRecord s = pack_record(in.splats(), i, moves);
       for (int y = y0; y <= y1; ++y)
         for (int x = x0; x <= x1; ++x) {
           const float px = static_cast<float>(x) + 0.5f, py = static_cast<float>(y) + 0.5f;

@@ -10,6 +10,7 @@
 
 #include "blend.h"
 #include "buffer.h"
+#include "item.h"
 #include "ownership.h"
 #include "rasterize.h"
 
@@ -28,11 +29,8 @@ struct BinInput {
   const float* reach;       // [N, 3] world, or null: computed here
   std::vector<int32_t> participant_of;  // [P], -1 where a partition renders nothing
   int threads;
-};
 
-// Tiles [x0, x1) x [y0, y1).
-struct TileRect {
-  uint16_t x0, y0, x1, y1;
+  SplatArrays splats() const { return {means2d, depths, conics, opacities, colors, extents, owner, means, reach}; }
 };
 
 // 16 bytes: binning visits items in order of depth, each a miss in the caches.

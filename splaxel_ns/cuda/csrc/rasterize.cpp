@@ -37,25 +37,6 @@ const RasterKernels& kernels() {
 const float* floats(const Tensor& t) { return t.const_data_ptr<float>(); }
 const int32_t* ints(const Tensor& t) { return t.const_data_ptr<int32_t>(); }
 
-RayCamera ray_camera(const Tensor& viewmat, const Tensor& intrinsics, int width, int height) {
-  const float *m = floats(viewmat), *k = floats(intrinsics);
-  RayCamera cam;
-  for (int row = 0; row < 3; ++row)
-    for (int j = 0; j < 3; ++j) cam.rotation[3 * row + j] = m[4 * row + j];
-  for (int j = 0; j < 3; ++j) {
-    double center = 0.0;
-    for (int row = 0; row < 3; ++row) center -= static_cast<double>(m[4 * row + j]) * m[4 * row + 3];
-    cam.center[j] = static_cast<float>(center);
-  }
-  cam.inv_fx = 1.0f / k[0];
-  cam.inv_fy = 1.0f / k[4];
-  cam.cx = k[2];
-  cam.cy = k[5];
-  cam.max_slope = std::max(std::fabs(cam.cx), std::fabs(static_cast<float>(width) - cam.cx)) * cam.inv_fx +
-                  std::max(std::fabs(cam.cy), std::fabs(static_cast<float>(height) - cam.cy)) * cam.inv_fy;
-  return cam;
-}
-
 // What forward and backward both derive from the view and the partition.
 struct Setup {
   RasterArgs args{};
@@ -74,7 +55,7 @@ struct Setup {
     args.num_participants = static_cast<int>(order.size(0));
     args.boundary = static_cast<Boundary>(boundary);
     args.stop = static_cast<float>(stop);
-    args.camera = ray_camera(viewmat, intrinsics, args.width, args.height);
+    args.camera = ray_camera(floats(viewmat), floats(intrinsics), args.width, args.height);
     args.tree = {static_cast<int>(lo.size(0)), ints(axis), floats(threshold), ints(children), floats(lo), floats(hi)};
     args.order = ints(order);
     regions = tile_regions(ints(spans), args.tree.num_partitions, args, threads);

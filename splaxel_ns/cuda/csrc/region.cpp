@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cfloat>
 #include <vector>
 
@@ -92,31 +93,12 @@ std::tuple<at::Tensor, at::Tensor> content_bounds(const at::Tensor& means, const
   return {bounds, radii};
 }
 
-WorldBox read_box(const float* data) {
-  WorldBox box;
-  for (int i = 0; i < 3; ++i) box.lo[i] = data[i], box.hi[i] = data[3 + i];
-  return box;
-}
-
-RegionCamera read_camera(const float* viewmat, const float* K, int width, int height, double near) {
-  RegionCamera camera;
-  for (int i = 0; i < 3; ++i) {
-    for (int j = 0; j < 3; ++j) camera.rotation[3 * i + j] = viewmat[4 * i + j];
-    camera.translation[i] = viewmat[4 * i + 3];
-  }
-  camera.fx = K[0], camera.fy = K[4], camera.cx = K[2], camera.cy = K[5];
-  camera.near = near, camera.width = width, camera.height = height;
-  return camera;
-}
-
 // The boxes of every partition in one view. Without leaves: its own. With leaves (boundary `exact`): the leaf met by
-// the boxes of all partitions, each enlarged by the blur's radius at its far end, since a pixel is drawn by the leaf
-// that holds its own point, which the blur can put just outside the Gaussian's box.
+// the boxes of all partitions, each with its blur.
 void boxes_of_view(const RegionCamera& camera, const std::vector<WorldBox>& boxes, const std::vector<WorldBox>& leaves,
                    int64_t num_partitions, std::vector<std::vector<WorldBox>>& result) {
   const int64_t per_partition = num_partitions ? boxes.size() / num_partitions : 0;
   for (auto& list : result) list.clear();
-  const double focal = std::min(camera.fx, camera.fy);
   for (int64_t b = 0; b < static_cast<int64_t>(boxes.size()); ++b) {
     WorldBox box = boxes[b];
     if (box.empty()) continue;
@@ -126,12 +108,9 @@ void boxes_of_view(const RegionCamera& camera, const std::vector<WorldBox>& boxe
       result[b / per_partition].push_back(box);
       continue;
     }
-    for (int i = 0; i < 3; ++i) box.lo[i] -= kBlurRadius * far / focal, box.hi[i] += kBlurRadius * far / focal;
+    box = with_blur(camera, box, far);
     for (int64_t p = 0; p < num_partitions; ++p) {
-      WorldBox part;
-      for (int i = 0; i < 3; ++i) {
-        part.lo[i] = std::max(box.lo[i], leaves[p].lo[i]), part.hi[i] = std::min(box.hi[i], leaves[p].hi[i]);
-      }
+      const WorldBox part = intersection(box, leaves[p]);
       auto& list = result[p];
       if (part.empty()) continue;
       if (std::any_of(list.begin(), list.end(), [&](const WorldBox& other) { return other.contains(part); })) continue;
@@ -144,14 +123,14 @@ void boxes_of_view(const RegionCamera& camera, const std::vector<WorldBox>& boxe
 
 std::vector<WorldBox> read_boxes(const at::Tensor& data) {
   std::vector<WorldBox> boxes(data.numel() / 6);
-  for (size_t i = 0; i < boxes.size(); ++i) boxes[i] = read_box(data.const_data_ptr<float>() + 6 * i);
+  for (size_t i = 0; i < boxes.size(); ++i) boxes[i] = world_box(data.const_data_ptr<float>() + 6 * i);
   return boxes;
 }
 
 at::Tensor region_spans(const at::Tensor& boxes, const std::optional<at::Tensor>& leaves, const at::Tensor& viewmat,
                         const at::Tensor& K, int64_t width, int64_t height, double near) {
   const int64_t num_partitions = boxes.size(0);
-  const RegionCamera camera = read_camera(viewmat.const_data_ptr<float>(), K.const_data_ptr<float>(), width, height, near);
+  const RegionCamera camera = region_camera(viewmat.const_data_ptr<float>(), K.const_data_ptr<float>(), width, height, near);
   std::vector<std::vector<WorldBox>> parts(num_partitions);
   boxes_of_view(camera, read_boxes(boxes), leaves ? read_boxes(*leaves) : std::vector<WorldBox>(), num_partitions, parts);
   at::Tensor spans = at::zeros({num_partitions, height, 2}, int_options());
@@ -200,7 +179,7 @@ at::Tensor regions_present(const at::Tensor& boxes, const std::optional<at::Tens
     for (int64_t v = begin; v < end; ++v) {
       const int* size = sizes.const_data_ptr<int>() + 2 * v;
       const RegionCamera camera =
-          read_camera(viewmats.const_data_ptr<float>() + 16 * v, Ks.const_data_ptr<float>() + 9 * v, size[0], size[1], near);
+          region_camera(viewmats.const_data_ptr<float>() + 16 * v, Ks.const_data_ptr<float>() + 9 * v, size[0], size[1], near);
       boxes_of_view(camera, own, leaf_boxes, num_partitions, parts);
       for (int64_t p = 0; p < num_partitions; ++p) {
         flag[v * num_partitions + p] = std::any_of(

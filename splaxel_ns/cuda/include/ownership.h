@@ -14,6 +14,25 @@ struct RayCamera {
   float max_slope;      // largest |x/z| + |y/z| of a pixel
 };
 
+// Of a world-to-camera matrix [4, 4] and intrinsics [3, 3].
+SPLAXEL_INLINE RayCamera ray_camera(const float* viewmat, const float* intrinsics, int width, int height) {
+  RayCamera cam;
+  for (int row = 0; row < 3; ++row)
+    for (int j = 0; j < 3; ++j) cam.rotation[3 * row + j] = viewmat[4 * row + j];
+  for (int j = 0; j < 3; ++j) {
+    double center = 0.0;
+    for (int row = 0; row < 3; ++row) center -= static_cast<double>(viewmat[4 * row + j]) * viewmat[4 * row + 3];
+    cam.center[j] = static_cast<float>(center);
+  }
+  cam.inv_fx = 1.0f / intrinsics[0];
+  cam.inv_fy = 1.0f / intrinsics[4];
+  cam.cx = intrinsics[2];
+  cam.cy = intrinsics[5];
+  cam.max_slope = max(abs(cam.cx), abs(static_cast<float>(width) - cam.cx)) * cam.inv_fx +
+                  max(abs(cam.cy), abs(static_cast<float>(height) - cam.cy)) * cam.inv_fy;
+  return cam;
+}
+
 struct Tree {
   int num_partitions;
   const int32_t* axis;      // [P - 1]
@@ -72,6 +91,14 @@ SPLAXEL_INLINE bool inside_leaf(const Tree& tree, int leaf, const WorldBox& box)
   return inside;
 }
 
+// Whether for_leaves_touched would visit the leaf: its faces are the tree's thresholds.
+SPLAXEL_INLINE bool touches_leaf(const Tree& tree, int leaf, const WorldBox& box) {
+  bool touches = true;
+  for (int j = 0; j < 3; ++j)
+    touches = touches && box.hi[j] >= tree.lo[3 * leaf + j] && box.lo[j] < tree.hi[3 * leaf + j];
+  return touches;
+}
+
 // Calls visit(leaf) for every leaf that the box touches, in the order of their numbers.
 template <class Visit>
 inline void for_leaves_touched(const Tree& tree, const WorldBox& box, Visit visit) {
@@ -93,6 +120,17 @@ inline void for_leaves_touched(const Tree& tree, const WorldBox& box, Visit visi
 SPLAXEL_INLINE int locate(const Tree& tree, const float* point) {
   int node = tree.root();
   while (node >= 0) node = tree.children[2 * node + (point[tree.axis[node]] >= tree.threshold[node] ? 1 : 0)];
+  return ~node;
+}
+
+// The same without an index into the point, which would put it into a GPU thread's local memory.
+SPLAXEL_INLINE int locate(const Tree& tree, const Point<float>& point) {
+  int node = tree.root();
+  while (node >= 0) {
+    const int axis = tree.axis[node];
+    const float value = select(axis == 0, point.at[0], select(axis == 1, point.at[1], point.at[2]));
+    node = tree.children[2 * node + (value >= tree.threshold[node] ? 1 : 0)];
+  }
   return ~node;
 }
 

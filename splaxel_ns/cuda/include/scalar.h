@@ -10,7 +10,16 @@ SPLAXEL_INLINE float fnma(float a, float b, float c) { return c - a * b; }
 SPLAXEL_INLINE float min(float a, float b) { return a < b ? a : b; }
 SPLAXEL_INLINE float max(float a, float b) { return a > b ? a : b; }
 SPLAXEL_INLINE float abs(float a) { return a < 0.0f ? -a : a; }
-SPLAXEL_INLINE float exp2(float x) { return std::exp2(x); }
+SPLAXEL_INLINE float exp2(float x) {
+#if defined(__CUDA_ARCH__)
+  // One instruction, to 2 ulp; the compiler's exp2f adds a scaling for results below 2^-126, which touch nothing.
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return std::exp2(x);
+#endif
+}
 SPLAXEL_INLINE bool ge(float a, float b) { return a >= b; }
 SPLAXEL_INLINE bool gt(float a, float b) { return a > b; }
 SPLAXEL_INLINE bool lt(float a, float b) { return a < b; }
