@@ -83,9 +83,13 @@ def write_checkpoint(directory: Path, step: int, content: dict[str, Any]) -> Pat
 
 @contextmanager
 def failed_writes(path: Path) -> Iterator[None]:
-    """torch reports a failed write of its archive as a RuntimeError: it becomes an OSError that names the file."""
+    """A failed write becomes an OSError that names the file; torch reports that of its archive as a RuntimeError."""
     try:
         yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(f"{path}: {error.strerror or error}") from error
     except RuntimeError as error:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise error.__context__ from None

@@ -14,6 +14,8 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
+from splaxel_ns.comm import FailedTogether
+
 if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModel
 
@@ -34,7 +36,7 @@ class StepStats:
         path: JSON lines, one per step and rank; written by rank 0. None: no file.
 
     Raises:
-        OSError: The file cannot be opened.
+        FailedTogether: The file cannot be opened; on all ranks.
     """
 
     def __init__(self, model: SplaxelModel, path: Path | None) -> None:
@@ -43,9 +45,20 @@ class StepStats:
         self._wanted = path is not None
         self._steps = 0
         self._sums: dict[str, float] = {}
-        if path is not None and model.world.is_main:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a", encoding="utf-8")
+        if path is not None:
+            self._open(path)
+
+    def _open(self, path: Path) -> None:
+        error = None
+        if self._model.world.is_main:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(path, "a", encoding="utf-8")
+            except OSError as failure:
+                error = f"--pipeline.stats-file {path} cannot be written ({failure.strerror}): name another file."
+        failures = self._model.world.failures(error)
+        if failures:
+            raise FailedTogether(failures[0].partition(": ")[2])
 
     def finish_step(self, step: int, seconds: Mapping[str, float], utilisation: float) -> dict[str, float]:
         """Take the counters of the step that has just been done; every rank calls this at once.

@@ -59,6 +59,10 @@ def _content_bounds(means, scales, owner, bulk, slice_axis, slope) -> tuple[Tens
     return means.new_empty(len(bulk), boxes, 2, 3), means.new_empty(len(bulk), boxes)
 
 
+def _splat_spans(means2d, extents, owner, num_partitions, width, height) -> Tensor:
+    return owner.new_empty((num_partitions, height, 2))
+
+
 def _region_spans(boxes, leaves, viewmat, K, width, height, near) -> Tensor:
     return boxes.new_empty((len(boxes), height, 2), dtype=torch.int32)
 
@@ -147,6 +151,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "rasterize_partials_backward": _rasterize_partials_backward,
     "content_bounds": _content_bounds,
     "region_spans": _region_spans,
+    "splat_spans": _splat_spans,
     "regions_present": _regions_present,
     "project": _project,
     "project_backward": _project_backward,

@@ -88,7 +88,7 @@ def splat_spans(
     _check("owner", owner, (num,))
     if num and not 0 <= int(owner.min()) <= int(owner.max()) < num_partitions:
         raise ValueError(f"owner names partitions {int(owner.min())} to {int(owner.max())} of {num_partitions}.")
-    return load().splat_spans(_float(means2d), _float(extents), _int(owner), num_partitions, width, height)
+    return _backend.load().splat_spans(_float(means2d), _float(extents), _int(owner), num_partitions, width, height)
 
 
 def regions_present(

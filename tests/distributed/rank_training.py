@@ -62,6 +62,33 @@ def train_and_watch(config: Any) -> dict[str, Any]:
     return train(config, watch) | {"pictures": pictures}
 
 
+def train_and_miss(config: Any, step: int) -> dict[str, Any]:
+    """`train`, where rank 1 cannot read its photographs from a step on; what the rank said, and what is left."""
+    trainers: list[Any] = []
+
+    def spoil(trainer: Any) -> None:
+        trainers.append(trainer)
+        data = trainer.pipeline.datamanager
+        inner = data._train_views
+
+        def vanish(indices: list[int], wanted: Any = None) -> Any:
+            views = inner(indices, wanted)
+            if trainer.world.rank == 1 and trainer.step + 1 == step and any("image" in batch for _, batch in views):
+                raise ValueError("photo.png: there is no such photograph")
+            return views
+
+        data._train_views = vanish
+
+    try:
+        train(config, spoil)
+    except ValueError as error:
+        data = trainers[0].pipeline.datamanager
+        return {"said": str(error), "kind": type(error).__name__, "saved": trainers[0]._saved_step} | {
+            "next": [int(camera.metadata["cam_idx"]) for camera, _ in data.next_train_batch(step, lambda _: False)]
+        }
+    raise AssertionError("no photograph was missed")
+
+
 def train(config: Any, before: Callable[[Any], None] | None = None) -> dict[str, Any]:
     """Run it; what this rank has at the end."""
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import Ranks
-from rank_training import config_of, train, train_and_watch
+from rank_training import config_of, train, train_and_miss, train_and_watch
 
 RankPools = Callable[[int], Ranks]
 
@@ -105,3 +105,23 @@ def test_the_viewer_is_served_between_steps(ranks_of: RankPools, tmp_path: Path)
         assert picture.shape == (44, 59, 3) and bool(picture.isfinite().all())
         assert float(picture.std()) > 0.01
         assert not torch.equal(picture, again), "the model has moved on"
+
+
+def test_a_photograph_that_one_rank_misses_ends_all_of_them_saved(ranks_of: RankPools, tmp_path: Path) -> None:
+    """All ranks name the rank and the file, the step before is saved, and the views of the failed one are to come."""
+    ended = ranks_of(2).run(train_and_miss, config_of(tmp_path, 40, num_partitions=2), 5)
+    assert ended[0] == ended[1]
+    assert ended[0]["kind"] == "FailedTogether" and ended[0]["saved"] == 4
+    assert ended[0]["said"] == "rank 1: photo.png: there is no such photograph"
+    config = config_of(tmp_path, 6, num_partitions=2)
+    config.resume = "auto"
+    whole = ranks_of(2).run(train, config_of(tmp_path / "whole", 6, num_partitions=2))
+    again = ranks_of(2).run(train, config)
+    assert again[0]["losses"][0] == pytest.approx(whole[0]["losses"][5], rel=1e-5), "it goes on with the same views"
+
+
+def test_statistics_that_cannot_be_written_are_refused(ranks_of: RankPools, tmp_path: Path) -> None:
+    config = config_of(tmp_path, 2, num_partitions=2)
+    config.pipeline.stats_file = tmp_path
+    with pytest.raises(AssertionError, match=r"(?s)rank 0:.*stats-file .* cannot be written.*rank 1:.*stats-file"):
+        ranks_of(2).run(train, config)
