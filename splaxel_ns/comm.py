@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,7 @@ class World:
             yield
         except (RuntimeError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            first = re.sub(r"\[/\S+\] |\. This is typically caused by.*", "", first)  # Gloo's source and advice
             raise LostRank(
                 f"Rank {self.rank} of {self.size} lost {self._who_has_gone()} while it swapped {what} ({first}). "
                 "The job ends."
