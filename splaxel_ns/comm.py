@@ -270,6 +270,7 @@ class World:
         return Pending(self, dict(receives), kept, works, kind)
 
 
+_REMEDY = "start several ranks with torchrun, and unset these variables for one"
 _world: World | None = None
 
 
@@ -282,8 +283,20 @@ def world() -> World:
 
 
 def launched() -> tuple[int, int]:
-    """Rank and number of ranks as torchrun's environment names them; joins nothing."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """Rank and number of ranks as torchrun's environment names them; joins nothing.
+
+    Raises:
+        ValueError: It names what cannot be, or not where the ranks meet.
+    """
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={size!r} are no rank among ranks: {_REMEDY}.")
+    if int(size) > 1:
+        names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing and not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(f"WORLD_SIZE is {size}, but {' and '.join(missing)} are not set: {_REMEDY}.")
+    return int(rank), int(size)
 
 
 def leave() -> None:

@@ -142,7 +142,8 @@ class SplaxelModel(ComparedGaussians):
         """Remember which partitions had something to show in a training view; the same on all ranks."""
         index = int((camera.metadata or {}).get("cam_idx", -1))
         if self.training and 0 <= index < len(self.seen):
-            self.seen[index] = sum(1 << leaf for leaf in plan.order)
+            shows = (plan.spans[..., 1] > plan.spans[..., 0]).any(dim=1).tolist()
+            self.seen[index] = sum(1 << leaf for leaf, some in enumerate(shows) if some)
 
     def _seen_in(self, index: int, boxes: set[int]) -> set[int]:
         """The partitions that drew a view at its last visit; where there was none, those whose boxes it meets."""

@@ -131,12 +131,26 @@ def save_run(world: World, directory: Path, step: int, pipeline: SplaxelPipeline
 
     Raises:
         OSError: It could not be written; raised on all ranks. What was there before is as it was.
+        FloatingPointError: The model has diverged; on all ranks, and before anything is written or replaced.
         LostRank: A peer is gone.
     """
+    _require_finite(world, step, pipeline)
     state = run_state(step, pipeline, optimizers)
     if world.size == 1:
         return write_checkpoint(directory, step, state)
     return shards.write_sharded(world, directory, step, state)
+
+
+def _require_finite(world: World, step: int, pipeline: SplaxelPipeline) -> None:
+    """Gaussians that are not finite are drawn by nobody, so that no loss tells; a checkpoint of them is of no use."""
+    bad = [name for name, value in pipeline.model.named_parameters() if not bool(value.isfinite().all())]
+    failures = world.failures(", ".join(name.removeprefix("gauss_params.") for name in bad) or None)
+    if failures:
+        raise FloatingPointError(
+            f"After step {step} these parameters are not finite: {'; '.join(failures)}. Training stops and nothing is "
+            "saved; checkpoints written before are untouched. Lower their learning rates "
+            "(--optimizers.NAME.optimizer.lr)."
+        )
 
 
 def run_state(step: int, pipeline: SplaxelPipeline, optimizers: BatchOptimizers) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import torch
 from rank_pool import Ranks
 from rank_training import config_of, train, train_and_miss, train_and_watch
 
+from splaxel_ns import comm
+
 RankPools = Callable[[int], Ranks]
 
 
@@ -125,3 +127,30 @@ def test_statistics_that_cannot_be_written_are_refused(ranks_of: RankPools, tmp_
     config.pipeline.stats_file = tmp_path
     with pytest.raises(AssertionError, match=r"(?s)rank 0:.*stats-file .* cannot be written.*rank 1:.*stats-file"):
         ranks_of(2).run(train, config)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_model_that_is_not_finite_is_not_saved(ranks_of: RankPools, tmp_path: Path, num_ranks: int) -> None:
+    """No loss tells, for nobody draws such Gaussians; the run ends before it replaces what can still be read."""
+    config = config_of(tmp_path, 3, num_partitions=2)
+    config.optimizers["scales"]["optimizer"].lr = 1e38
+    with pytest.raises(AssertionError, match=r"(?s)FloatingPointError: After step \d.*rank 0: .*scales.*nothing"):
+        ranks_of(num_ranks).run(train, config)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK='2'"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_ranks_set_by_hand(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{message}.*torchrun"):
+        comm.launched()

@@ -139,3 +139,13 @@ def test_refuses(degree: int, changes: dict[int, Tensor], message: str) -> None:
         arguments[position] = value
     with pytest.raises(ValueError, match=message):
         spherical_harmonics(degree, *arguments)
+
+
+@pytest.mark.parametrize("degree", [0, 3])
+def test_what_is_not_finite_is_not_hidden(degree: int) -> None:
+    """A coefficient that is NaN gives a colour that is NaN, not black: training must notice."""
+    sh0, shN = torch.zeros(40, 1, 3), torch.zeros(40, 15, 3)
+    sh0[7, 0, 1] = float("nan")
+    seen = torch.ones(40, dtype=torch.bool)
+    colors = cuda.spherical_harmonics(degree, torch.rand(40, 3), torch.zeros(3), sh0, shN, seen)
+    assert bool(colors[7, 1].isnan()) and bool(colors[torch.arange(40) != 7].isfinite().all())

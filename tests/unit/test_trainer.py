@@ -53,6 +53,7 @@ class ToyModel(torch.nn.Module):
     nan_at: int | None = None
     is_shared = False
     num_total = 0
+    renderer = None
 
     def __init__(self, config: ToyModelConfig, **_: Any) -> None:
         super().__init__()

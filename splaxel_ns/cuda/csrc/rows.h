@@ -111,7 +111,8 @@ SPLAXEL_INLINE void colors_of_block(
       for (int q = 0; q < 3; ++q) __builtin_prefetch(rest + 16 * q + kAhead);
       color = row_color(masks, _mm512_load_ps(bases[i]), in.sh0 + 3 * (first + i), rest);
     }
-    _mm_mask_storeu_ps(colors + 3 * i, 7, _mm_max_ps(color, _mm_setzero_ps()));
+    // In this order NaN stays NaN, so that the loss tells.
+    _mm_mask_storeu_ps(colors + 3 * i, 7, _mm_max_ps(_mm_setzero_ps(), color));
   }
 }
 
