@@ -286,16 +286,11 @@ def launched() -> tuple[int, int]:
     """Rank and number of ranks as torchrun's environment names them; joins nothing.
 
     Raises:
-        ValueError: It names what cannot be, or not where the ranks meet.
+        ValueError: It names what cannot be.
     """
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise ValueError(f"RANK={rank!r} and WORLD_SIZE={size!r} are no rank among ranks: {_REMEDY}.")
-    if int(size) > 1:
-        names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if name not in os.environ]
-        if missing and not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(f"WORLD_SIZE is {size}, but {' and '.join(missing)} are not set: {_REMEDY}.")
     return int(rank), int(size)
 
 
@@ -323,6 +318,9 @@ def _join() -> World:
     if not dist.is_initialized():
         if size == 1:
             return World()
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(f"WORLD_SIZE is {size}, but {' and '.join(missing)} are not set: {_REMEDY}.")
         dist.init_process_group(backend="gloo", rank=rank, world_size=size, timeout=TIMEOUT)
     joined = World(dist.get_rank(), dist.get_world_size())
     joined.introduce()

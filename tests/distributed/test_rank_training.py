@@ -150,7 +150,8 @@ def test_a_model_that_is_not_finite_is_not_saved(ranks_of: RankPools, tmp_path: 
 def test_ranks_set_by_hand(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(comm, "_world", None)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{message}.*torchrun"):
-        comm.launched()
+        comm.world()

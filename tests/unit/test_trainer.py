@@ -30,6 +30,7 @@ from nerfstudio.utils import profiler, writer
 from torch import Tensor
 
 from splaxel_ns.checkpoint import checkpoint_steps, load_checkpoint, newest_checkpoint
+from splaxel_ns.comm import World
 from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import BatchOptimizers
 from splaxel_ns.pipeline import SplaxelPipelineConfig, average_metrics, picture_names
@@ -54,6 +55,7 @@ class ToyModel(torch.nn.Module):
     is_shared = False
     num_total = 0
     renderer = None
+    world = World()
 
     def __init__(self, config: ToyModelConfig, **_: Any) -> None:
         super().__init__()
