@@ -202,9 +202,9 @@ class RankRenderer:
             first = torch.tensor([run.start for run in runs] if self.exchange != "gaussian" else [0] * self.world.size)
             owner = torch.cat([owner, first[flight.visitors.source].int()])
         if takes_part:
-            assert flight.drawn is not None
             plan, tree = self._to_draw(flight, partitions.tree, runs)
             if plan.order:
+                assert flight.drawn is not None
                 partials, flight.stats = draw_partials(flight.drawn, means, owner, view, tree, plan, options)
                 flight.own = merged(partials)
             else:  # dense: the others wait for pixels of every rank

@@ -76,12 +76,16 @@ def test_other_boundaries(ranks_of: RankPools, num_ranks: int, boundary: str) ->
     compare(ranks_of(num_ranks).run(draw_together, task), draw_alone(task), image=1e-5, gradient=1e-5)
 
 
-@pytest.mark.parametrize("exchange", ["selective", "owner", "dense", "gaussian"])
+@pytest.mark.parametrize(
+    ("exchange", "boundary"),
+    [(exchange, boundary) for exchange in ("selective", "owner", "dense") for boundary in ("exact", "filter")]
+    + [("gaussian", "exact")],
+)
 @pytest.mark.parametrize("side", ["half", "away"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_without_a_part(ranks_of: RankPools, num_ranks: int, side: str, exchange: str) -> None:
+def test_ranks_without_a_part(ranks_of: RankPools, num_ranks: int, side: str, exchange: str, boundary: str) -> None:
     """Ranks that own nothing or see nothing: nobody hangs, and the background's loss is counted once."""
-    task = Task("plain", num_partitions=4, exchange=exchange, side=side)
+    task = Task("plain", num_partitions=4, exchange=exchange, side=side, boundary=boundary)
     parts = ranks_of(num_ranks).run(draw_together, task)
     compare(parts, draw_alone(task), image=1e-5, gradient=1e-5)
     if side == "half" and exchange != "gaussian":
