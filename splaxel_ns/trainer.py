@@ -8,9 +8,10 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from nerfstudio.configs.base_config import LocalWriterConfig, LoggingConfig
@@ -288,15 +289,15 @@ class SplaxelTrainer(Trainer):
                     agreed = self._take_turn(signals)
                     for step in range(self._start_step, total):
                         if agreed.stop or agreed.signal is not None:
-                            self.train_lock.release()
+                            self._end_turn()
                             break
                         try:
                             self._run_or_save(step, progress)
                         finally:
-                            self.train_lock.release()
+                            self._end_turn()
                         agreed = self._take_turn(signals)
                     else:
-                        self.train_lock.release()
+                        self._end_turn()
                 if agreed.signal is not None and self.step + 1 < total:
                     self._end_on_signal(agreed.signal)
                 self._save_last()
@@ -312,10 +313,14 @@ class SplaxelTrainer(Trainer):
         """Agree with the other ranks on what comes next, drawing what the viewer asks for meanwhile.
 
         Returns:
-            With the lock that keeps the viewer's thread from rendering held by this one.
+            With several ranks, the lock that keeps the viewer's thread from rendering is held by this one then.
         """
+        if self.world.size == 1:  # the lock changes hands several times in a step
+            while self.training_state == "paused" and not self.stop_training and signals.received is None:
+                time.sleep(0.05)
+            return Agreed(signals.received, self.stop_training, False, False)
         while True:
-            # One rank: the viewer's thread holds the lock while it draws. Several: while it waits for a picture.
+            # The viewer's thread holds the lock while it waits for a picture.
             while not (locked := self.train_lock.acquire(timeout=0.005)) and not self._live_view.pending:
                 pass
             picture = not locked and self._live_view.pending
@@ -335,6 +340,18 @@ class SplaxelTrainer(Trainer):
             if agreed.paused and not agreed.picture:
                 time.sleep(0.05)
 
+    def _end_turn(self) -> None:
+        """Let the viewer's thread have the lock."""
+        if self.world.size > 1:
+            self.train_lock.release()
+            if self.viewer_state is not None:
+                time.sleep(0.0005)  # a thread that takes a lock again at once is never overtaken
+
+    @property
+    def _alone(self) -> AbstractContextManager[Any]:
+        """With one rank, the lock that keeps the viewer's thread from rendering; with several it is held already."""
+        return self.train_lock if self.world.size == 1 else nullcontext()
+
     def _run_or_save(self, step: int, progress: ProgressLine) -> None:
         """One step; photographs that have vanished cost no more than the step that missed them."""
         try:
@@ -353,7 +370,7 @@ class SplaxelTrainer(Trainer):
 
     def _run_step(self, step: int, progress: ProgressLine) -> None:
         """One step with everything nerfstudio hangs on it: callbacks, viewer, event files, evaluation, checkpoint."""
-        with TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as timer:
+        with self._alone, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as timer:
             self.pipeline.train()
             self._run_callbacks(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
             loss, loss_dict, metrics_dict = self.train_iteration(step)
@@ -374,7 +391,7 @@ class SplaxelTrainer(Trainer):
             writer.put_dict("Train Metrics Dict", metrics_dict | {"gaussian_count": num_gaussians}, step)
             writer.put_dict("learning_rate", self.optimizers.learning_rates(), step)
         if self.pipeline.datamanager.eval_dataset and self._evaluation_due(step):
-            with progress.paused():
+            with self._alone, progress.paused():
                 self.eval_iteration(step)
         if step_check(step, self.config.steps_per_save):
             self.save_checkpoint(step)
@@ -441,7 +458,8 @@ class SplaxelTrainer(Trainer):
             )
 
     def _end_on_signal(self, number: int) -> None:
-        self.save_checkpoint(self.step)
+        with self._alone:
+            self.save_checkpoint(self.step)
         saved = f"its checkpoint is in {self.checkpoint_dir}" if self._saved_step == self.step else "nothing was saved"
         CONSOLE.print(
             f"Stopped by {signal.Signals(number).name} after {self.step + 1} of {self.config.max_num_iterations} "
