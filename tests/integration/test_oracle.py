@@ -150,10 +150,11 @@ def assert_gradients_close(ours: dict[str, Tensor], reference: dict[str, Tensor]
 
 
 @pytest.mark.parametrize("kind", ["plain", "wide", "huge"])
-def test_one_partition_equals_the_dense_blend(kind: str) -> None:
+@pytest.mark.parametrize("num_partitions", [1, 2, 3, 5, 8, 16])
+def test_exact_equals_the_dense_blend(kind: str, num_partitions: int) -> None:
     scene = make_scene(kind)
     ours, doubles = scene.leaves(torch.float32), scene.leaves(torch.float64)
-    rgb, alpha, depth, info = render(scene, ours, stop=0.0)
+    rgb, alpha, depth, info = render(scene, ours, stop=0.0, num_partitions=num_partitions, boundary="exact")
     reference = dense(scene, doubles, info["depths"].detach())
     decided = reference[3]
     assert decided.float().mean() > 0.95
@@ -182,7 +183,7 @@ def test_exact_equals_one_partition(kind: str, num_partitions: int) -> None:
         assert float((value - reference).abs().max()) <= 1e-5 * max(1.0, float(reference.abs().max()))
     for values in (result, expected):
         torch.stack([(v * w).sum() for v, w in zip(values[:3], weights, strict=True)]).sum().backward()
-    # Both are float32, and each may be 1e-5 from the float64 blend.
+    # Both are float32, and the gradient of expected depth divides by alpha: 1.04e-5 was seen in one of these cases.
     assert_gradients_close(gradients(many), gradients(one), 2e-5)
 
 
