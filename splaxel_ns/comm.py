@@ -1,4 +1,4 @@
-"""The ranks of a job and all they say to each other. Nothing else in the package imports torch.distributed.
+"""The ranks of a job and all they say to each other. Beside `rendezvous`, nothing else imports torch.distributed.
 
 Every call counts its bytes, messages and the time it waited. Calls that involve other ranks must come in the same
 order on all of them; a rank that has gone ends the job with a `LostRank` naming who noticed and during what.
@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from splaxel_ns import rendezvous
+from splaxel_ns.interrupts import stop_with_launcher
 
 TIMEOUT = timedelta(hours=2)
 """A rank that loads data or compiles may keep the others waiting that long. One that has died is noticed at once, for
@@ -321,7 +324,10 @@ def _join() -> World:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"WORLD_SIZE is {size}, but {' and '.join(missing)} are not set: {_REMEDY}.")
-        dist.init_process_group(backend="gloo", rank=rank, world_size=size, timeout=TIMEOUT)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            stop_with_launcher()
+        store = rendezvous.meet(rendezvous.open_store(rank, size, TIMEOUT), rank, size)
+        dist.init_process_group(backend="gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     joined = World(dist.get_rank(), dist.get_world_size())
     joined.introduce()
     return joined

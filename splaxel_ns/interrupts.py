@@ -1,13 +1,16 @@
-"""SIGINT, SIGTERM and SIGHUP as a request to stop at the next good moment."""
+"""SIGINT, SIGTERM and SIGHUP as a request to stop at the next good moment, and the end of whoever started us."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
@@ -61,6 +64,14 @@ class StopSignals:
         if self.received is None:
             self.received = number
             _say(b"\nStopping after this step ...\n")
+
+
+def stop_with_launcher() -> None:
+    """Ask the kernel for a SIGTERM when torchrun dies without stopping this rank, which nobody could stop any more."""
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher:  # it died before the kernel knew
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _say(text: bytes) -> None:

@@ -57,6 +57,14 @@ class Job:
         return time.monotonic() - start
 
 
+def runs(pid: int) -> bool:
+    """Not so if it has ended and nobody has taken note."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
 def test_a_killed_rank_ends_the_job_by_name_and_resuming_continues(tmp_path: Path) -> None:
     job = Job(tmp_path, 100_000)
     job.wait_for(lambda: last_step(job.stats) >= 25, START_S)
@@ -99,3 +107,16 @@ def test_torchrun_restarts_and_the_run_continues(tmp_path: Path) -> None:
     assert job.process.returncode == 0, job.log.read_text()[-4000:]
     assert "Continuing at step" in job.log.read_text()
     assert checkpoint_steps(job.checkpoints) == [59]
+
+
+def test_ranks_do_not_outlive_torchrun(tmp_path: Path) -> None:
+    job = Job(tmp_path, 100_000, save_every=100_000)
+    job.wait_for(lambda: last_step(job.stats) >= 5, START_S)
+    ranks = [process_of(job.process.pid, rank) for rank in (0, 1)]
+    job.process.kill()
+    deadline = time.monotonic() + 25
+    while any(pid is not None and runs(pid) for pid in ranks):
+        assert time.monotonic() < deadline, job.log.read_text()[-4000:]
+        time.sleep(0.05)
+    assert checkpoint_steps(job.checkpoints) == [last_step(job.stats)]
+    assert "Stopped by SIGTERM" in job.log.read_text()
