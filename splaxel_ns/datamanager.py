@@ -10,6 +10,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -165,6 +166,7 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
             num_views=len(self.train_dataset), seed=config.train_cameras_sampling_seed, batch_size=config.batch_size
         )
         self._participants: Sequence[set[int]] | None = None
+        self._cameras: dict[tuple[bool, int], Cameras] = {}
         self._rest: list[int] = []  # views of a batch that next_train has not handed out yet
         self._num_eval_drawn = 0
         super(FullImageDatamanager, self).__init__()  # the class between loads every photograph
@@ -325,9 +327,12 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
         return self._camera(dataset, index), data
 
     def _camera(self, dataset: SplaxelDataset, index: int) -> Cameras:
-        camera = dataset.cameras[index : index + 1].to(self.device)
-        camera.metadata = {**(camera.metadata or {}), "cam_idx": index}
-        return camera
+        key = (dataset is self.train_dataset, index)
+        if key not in self._cameras:  # taking one out of many costs more than a small kernel
+            camera = dataset.cameras[index : index + 1].to(self.device)
+            camera.metadata = {**(camera.metadata or {}), "cam_idx": index}
+            self._cameras[key] = camera
+        return copy(self._cameras[key])
 
     def get_train_rays_per_batch(self) -> int:
         """Return the mean number of pixels per step. Opens no photograph."""

@@ -9,7 +9,10 @@ from typing import Any
 from nerfstudio.engine.trainer import TrainerConfig
 from nerfstudio.utils import profiler, writer
 from nerfstudio.utils.rich_utils import CONSOLE
-from nerfstudio.utils.writer import TensorboardWriter
+from nerfstudio.utils.writer import EventName, TensorboardWriter
+
+TIMES = {event.value for event in (EventName.ITER_TRAIN_TIME, EventName.TRAIN_RAYS_PER_SEC, EventName.ETA)}
+"""Running means that nerfstudio makes at every step. An event file of every step would take a tenth of its time."""
 
 
 class EventFiles:
@@ -45,6 +48,8 @@ class EventFiles:
         Args:
             flush: Also make the files complete, for the process may end here.
         """
+        if not flush and all(event["name"] in TIMES for event in writer.EVENT_STORAGE):
+            writer.EVENT_STORAGE.clear()  # their means are kept elsewhere, and come with the next losses
         try:
             writer.write_out_storage()
             for event_writer in writer.EVENT_WRITERS if flush else ():

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from splaxel_ns import cuda
+
 LOW_PERCENTILE = 0.001
 """Extents run from this quantile to its mirror image, so that a few stray points do not choose the axis."""
 
@@ -110,6 +112,8 @@ class PartitionTree:
                 return torch.full((len(points),), within.start, dtype=torch.int32, device=points.device)
             lo, hi = self.box_of(within)
             points = points.clamp(min=lo, max=torch.nextafter(hi, torch.full_like(hi, -math.inf)))
+        if points.device.type == "cpu" and points.dtype == torch.float32:
+            return cuda.locate(points, self.axis, self.threshold, self.children)
         columns = points.unbind(dim=1)
         # Each point belongs to the node whose box holds it, so one comparison per node and run of leaves suffices.
         leaf = torch.zeros(len(points), dtype=torch.int32, device=points.device)

@@ -220,15 +220,6 @@ def view_info(splats: Splats, view: View, stats: cuda.RasterStats | None) -> dic
     }
 
 
-def screen_radii(conics: Tensor) -> Tensor:
-    """Three standard deviations along the longer axis, rounded up, as gsplat's radii: conics [N, 3] -> [N] pixels."""
-    a, b, c = conics.unbind(dim=-1)
-    largest = 0.5 * (a + c) + torch.sqrt((0.5 * (a - c)) ** 2 + b * b)
-    # The smaller eigenvalue as determinant over the larger one: the difference would cancel for needles.
-    smallest = ((a * c - b * b) / largest).clamp_min(1e-12)
-    return torch.ceil(3.0 / torch.sqrt(smallest))
-
-
 def rasterize(
     means: Tensor,
     quats: Tensor,
@@ -327,7 +318,7 @@ def rasterize(
     info = view_info(rendered.splats, view, rendered.stats)
     info |= {"tree": tree, "owner": partitions.owner, "plan": rendered.plan, "partials": rendered.partials}
     seen = rendered.splats.extents[:, 0] > 0
-    info["radii"] = torch.where(seen, screen_radii(rendered.splats.conics.detach()), 0.0)
+    info["radii"] = torch.where(seen, cuda.screen_radii(rendered.splats.conics.detach()), 0.0)
     return rendered.rgb, rendered.alpha, expected_depth(rendered.depth, rendered.alpha), info
 
 

@@ -15,8 +15,8 @@ from gsplat.strategy import DefaultStrategy
 from gsplat.strategy.ops import duplicate, remove, reset_opa, split
 from torch import Tensor
 
+from splaxel_ns import cuda
 from splaxel_ns.comm import World
-from splaxel_ns.render import screen_radii
 
 if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModelConfig
@@ -151,18 +151,22 @@ class SplaxelStrategy(DefaultStrategy):
                 state[key] = torch.zeros(len(means2d), device=means2d.device)
         if grads is None:  # nothing was drawn, so nothing was differentiated
             return
-        seen = extents.amin(dim=-1) > 0  # [N]
         if mask is not None:
-            seen &= covers_any(means2d, extents, mask)
+            extents = torch.where(covers_any(means2d, extents, mask)[:, None], extents, 0.0)
         # In units of half the image, so that the threshold is the same at every resolution; the loss of a step is
         # the mean over its views, hence the factor n_cameras.
         half_width, half_height = (info[side] / 2.0 * info["n_cameras"] for side in ("width", "height"))
-        norms = torch.hypot(grads[:, 0] * half_width, grads[:, 1] * half_height)
-        state["grad2d"] += torch.where(seen, norms, 0.0)
-        state["count"] += seen
-        if "radii" in state and images < self.refine_scale2d_stop_iter:
-            radii = screen_radii(info["conics"].detach()) / float(max(info["width"], info["height"]))
-            state["radii"] = torch.maximum(state["radii"], torch.where(seen, radii, 0.0))
+        radii = state.get("radii") if images < self.refine_scale2d_stop_iter else None
+        cuda.add_statistics(
+            grads,
+            extents,
+            info["conics"],
+            (half_width, half_height),
+            max(info["width"], info["height"]),
+            state["grad2d"],
+            state["count"],
+            radii,
+        )
 
     def refine(
         self, params: Any, optimizers: Any, state: dict[str, Any], step: int, batch_size: int = 1

@@ -73,7 +73,8 @@ def content_boxes(
     means, scales = means.detach(), scales.detach()
     if owner is None:
         owner = tree.locate(means)
-    bulk, slice_axis = _bulk(means, owner, tree.num_partitions)
+    stride = max(1, len(means) // SAMPLE)
+    bulk, slice_axis = cuda.bulk_boxes(means, owner, tree.num_partitions, stride, BULK_QUANTILE, BULK_MARGIN)
     bounds, radii = cuda.content_bounds(means, scales, owner, bulk, slice_axis, slope)
     return ContentBoxes(bounds, radii, slope, boundary)
 
@@ -187,27 +188,3 @@ def _bounds_for(boxes: ContentBoxes, slope: float) -> Tensor:
 def _leaves(tree: PartitionTree, boundary: Boundary) -> Tensor | None:
     """[P, 2, 3] under `exact`, where regions end at the leaf's faces."""
     return torch.stack([tree.lo, tree.hi], dim=1) if boundary == "exact" else None
-
-
-def _bulk(means: Tensor, owner: Tensor, num_partitions: int) -> tuple[Tensor, Tensor]:
-    """Per partition a box [P, 2, 3] around the bulk of its means and its longest axis [P] int32.
-
-    Where the sample holds nothing of a partition, the box takes everything in.
-    """
-    stride = max(1, len(means) // SAMPLE)
-    sample, sample_owner = means[::stride], owner[::stride]
-    finite = sample.isfinite().all(dim=1)
-    sample, sample_owner = sample[finite], sample_owner[finite]
-    bulk = torch.tensor([-math.inf, math.inf])[:, None].repeat(num_partitions, 1, 3)
-    axis = torch.zeros(num_partitions, dtype=torch.int32)
-    for leaf in range(num_partitions):
-        points = sample[sample_owner == leaf]
-        if not len(points):
-            continue
-        skip = int(BULK_QUANTILE * (len(points) - 1))
-        ordered = points.sort(dim=0).values
-        low, high = ordered[skip], ordered[len(points) - 1 - skip]
-        margin = BULK_MARGIN * (high - low).max()
-        bulk[leaf, 0], bulk[leaf, 1] = low - margin, high + margin
-        axis[leaf] = int((high - low).argmax())
-    return bulk, axis

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from splaxel_ns.cuda.rasterize import RasterStats as RasterStats
     from splaxel_ns.cuda.rasterize import rasterize_partials as rasterize_partials
     from splaxel_ns.cuda.rasterize import set_cpu_level as set_cpu_level
+    from splaxel_ns.cuda.region import bulk_boxes as bulk_boxes
     from splaxel_ns.cuda.region import content_bounds as content_bounds
+    from splaxel_ns.cuda.region import locate as locate
     from splaxel_ns.cuda.region import region_spans as region_spans
     from splaxel_ns.cuda.region import regions_present as regions_present
     from splaxel_ns.cuda.region import splat_spans as splat_spans
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
     from splaxel_ns.cuda.update import AdamSettings as AdamSettings
     from splaxel_ns.cuda.update import StepGradients as StepGradients
     from splaxel_ns.cuda.update import adam_rows as adam_rows
+    from splaxel_ns.cuda.update import add_statistics as add_statistics
     from splaxel_ns.cuda.update import project_and_color as project_and_color
+    from splaxel_ns.cuda.update import screen_radii as screen_radii
     from splaxel_ns.cuda.update import update_gaussians as update_gaussians
 
 # Each name and the module it comes from; loaded lazily, so that importing this package stays cheap.
@@ -40,7 +44,9 @@ _HOME = {
     "RasterStats": "rasterize",
     "rasterize_partials": "rasterize",
     "set_cpu_level": "rasterize",
+    "bulk_boxes": "region",
     "content_bounds": "region",
+    "locate": "region",
     "region_spans": "region",
     "regions_present": "region",
     "splat_spans": "region",
@@ -62,8 +68,10 @@ _HOME = {
     "unpack_pixels": "streams",
     "AdamSettings": "update",
     "adam_rows": "update",
+    "add_statistics": "update",
     "StepGradients": "update",
     "project_and_color": "update",
+    "screen_radii": "update",
     "update_gaussians": "update",
 }
 

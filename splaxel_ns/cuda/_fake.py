@@ -54,6 +54,10 @@ def _rasterize_partials_backward(conics: Tensor, opacities: Tensor, *arguments: 
     return tuple(conics.new_empty(shape) for shape in shapes)
 
 
+def _bulk_boxes(means, owner, num_partitions, stride, quantile, margin) -> tuple[Tensor, Tensor]:
+    return means.new_empty(num_partitions, 2, 3), means.new_empty((num_partitions,), dtype=torch.int32)
+
+
 def _content_bounds(means, scales, owner, bulk, slice_axis, slope) -> tuple[Tensor, Tensor]:
     boxes = 11  # of a partition: kBoxes in csrc/region.cpp
     return means.new_empty(len(bulk), boxes, 2, 3), means.new_empty(len(bulk), boxes)
@@ -149,6 +153,8 @@ def _like(tensor: Tensor) -> Tensor:
 _FAKES: dict[str, Callable[..., Any]] = {
     "rasterize_partials": _rasterize_partials,
     "rasterize_partials_backward": _rasterize_partials_backward,
+    "locate": lambda points, *_: points.new_empty((len(points),), dtype=torch.int32),
+    "bulk_boxes": _bulk_boxes,
     "content_bounds": _content_bounds,
     "region_spans": _region_spans,
     "splat_spans": _splat_spans,
@@ -158,6 +164,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "spherical_harmonics": _spherical_harmonics,
     "spherical_harmonics_backward": _spherical_harmonics_backward,
     "update_gaussians": _nothing,
+    "add_statistics": _nothing,
     "composite": _composite,
     "composite_backward": _composite_backward,
     "l1_ssim": _l1_ssim,

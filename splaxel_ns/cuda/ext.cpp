@@ -51,7 +51,11 @@ TORCH_LIBRARY(splaxel, m) {
       "int boundary, float stop, Tensor records, Tensor pairs, Tensor pair_masks, Tensor checkpoints, Tensor item_offsets, "
       "Tensor tile_offsets, Tensor v_colors, Tensor? v_depths, Tensor v_transmittances, bool absgrad) -> "
       "(Tensor v_means2d, Tensor v_depths, Tensor v_conics, Tensor v_opacities, Tensor v_colors, Tensor absgrad)");
-  // Content boxes and pixel regions of the partitions; see cuda/region.py.
+  // Leaves of points, content boxes and pixel regions of the partitions; see cuda/region.py.
+  m.def("locate(Tensor points, Tensor axis, Tensor threshold, Tensor children) -> Tensor");
+  m.def(
+      "bulk_boxes(Tensor means, Tensor owner, int num_partitions, int stride, float quantile, float margin) -> "
+      "(Tensor bulk, Tensor axis)");
   m.def(
       "content_bounds(Tensor means, Tensor scales, Tensor owner, Tensor bulk, Tensor slice_axis, float slope) -> "
       "(Tensor bounds, Tensor radii)");
@@ -82,6 +86,10 @@ TORCH_LIBRARY(splaxel, m) {
   m.def(
       "update_gaussians(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor?[] grads, "
       "Tensor scales, Tensor opacities, Tensor[] views, int[] view_settings, float[] adam, float step, bool all) -> ()");
+  // One view's part of the densification statistics, in place; see cuda/update.py.
+  m.def(
+      "add_statistics(Tensor grads, Tensor extents, Tensor conics, float half_width, float half_height, "
+      "float longest_side, Tensor(a!) grad2d, Tensor(b!) count, Tensor(c!)? radii) -> ()");
   // Partial images to one image, and its loss; see cuda/splats.py.
   m.def(
       "composite(Tensor colors, Tensor depths, Tensor transmittances, Tensor background) -> (Tensor rgb, "

@@ -11,6 +11,41 @@ from torch import Tensor
 from splaxel_ns.cuda import _backend
 
 
+def locate(points: Tensor, axis: Tensor, threshold: Tensor, children: Tensor) -> Tensor:
+    """The leaf of a KD-tree that holds each point; a coordinate equal to the threshold, or greater, goes right.
+
+    Args:
+        points: [N, 3], world units.
+        axis: [P - 1] int32, of each node; node 0 is the root.
+        threshold: [P - 1] float32.
+        children: [P - 1, 2] int32: a node if >= 0, otherwise ~leaf.
+
+    Returns:
+        [N] int32.
+    """
+    _check("points", points, (len(points), 3))
+    return _backend.load().locate(_float(points), _int(axis), _float(threshold), _int(children))
+
+
+def bulk_boxes(
+    means: Tensor, owner: Tensor, num_partitions: int, stride: int, quantile: float, margin: float
+) -> tuple[Tensor, Tensor]:
+    """Per partition a box around the bulk of its finite means, of which every `stride`-th is looked at.
+
+    Args:
+        means: [N, 3], world units.
+        owner: [N] int32, 0 to P - 1.
+        quantile: This part of the means is left out at either end of every axis.
+        margin: Added on all sides, in parts of the longest.
+
+    Returns:
+        bulk [P, 2, 3] float32, infinite where nothing of a partition was looked at, and its longest axis [P] int32.
+    """
+    _check("means", means, (len(means), 3))
+    _check("owner", owner, (len(means),))
+    return _backend.load().bulk_boxes(_float(means), _int(owner), num_partitions, stride, quantile, margin)
+
+
 def content_bounds(
     means: Tensor, scales: Tensor, owner: Tensor, bulk: Tensor, slice_axis: Tensor, slope: float
 ) -> tuple[Tensor, Tensor]:

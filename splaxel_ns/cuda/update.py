@@ -250,3 +250,60 @@ def adam_rows(
         settings.eps,
         float(step),
     )
+
+
+@torch.no_grad()
+def add_statistics(
+    grads: Tensor,
+    extents: Tensor,
+    conics: Tensor,
+    half_size: tuple[float, float],
+    longest_side: float,
+    grad2d: Tensor,
+    count: Tensor,
+    radii: Tensor | None = None,
+) -> None:
+    """Add one view's part to the densification statistics of what it saw, in place.
+
+    Args:
+        grads: [N, 2], of the projected means or their absolute sums.
+        extents: [N, 2], pixels; 0: not seen, nothing is added.
+        conics: [N, 3], upper triangle of the inverse covariance on the image plane.
+        half_size: Factors on the two components of `grads`.
+        longest_side: Of the image, pixels.
+        grad2d: [N] float32, gets the norms of the gradients.
+        count: [N] float32, gets 1.
+        radii: [N] float32 or None: the largest of gsplat's radii (`screen_radii`) so far, in parts of the longest side.
+
+    Raises:
+        ValueError: a tensor has the wrong shape.
+    """
+    num = len(extents)
+    for name, value, shape in (
+        ("grads", grads, (num, 2)),
+        ("extents", extents, (num, 2)),
+        ("conics", conics, (num, 3)),
+        ("grad2d", grad2d, (num,)),
+        ("count", count, (num,)),
+        *([("radii", radii, (num,))] if radii is not None else []),
+    ):
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{name} must have the shape {list(shape)}, not {list(value.shape)}.")
+    if extents.device.type == "cpu":
+        views = (value.detach().float().contiguous() for value in (grads, extents, conics))
+        _backend.load().add_statistics(*views, *map(float, (*half_size, longest_side)), grad2d, count, radii)
+        return
+    seen = extents.amin(dim=1) > 0
+    grad2d += torch.where(seen, torch.hypot(grads[:, 0] * half_size[0], grads[:, 1] * half_size[1]), 0.0)
+    count += seen
+    if radii is not None:
+        torch.maximum(radii, torch.where(seen, screen_radii(conics) / longest_side, 0.0), out=radii)
+
+
+def screen_radii(conics: Tensor) -> Tensor:
+    """Three standard deviations along the longer axis, rounded up, as gsplat's radii: conics [N, 3] -> [N] pixels."""
+    a, b, c = conics.unbind(dim=-1)
+    largest = 0.5 * (a + c) + torch.sqrt((0.5 * (a - c)) ** 2 + b * b)
+    # The smaller eigenvalue as determinant over the larger one: the difference would cancel for needles.
+    smallest = ((a * c - b * b) / largest).clamp_min(1e-12)
+    return torch.ceil(3.0 / torch.sqrt(smallest))

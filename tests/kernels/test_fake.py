@@ -48,6 +48,13 @@ def examples() -> dict[str, tuple[Any, ...]]:
             means, scales, torch.zeros(n, dtype=torch.int32), torch.tensor([[[-1.0] * 3, [1.0] * 3]]),
             torch.zeros(1, dtype=torch.int32), 1.0,
         ),
+        "locate": (
+            means, torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.tensor([[-1, -2]], dtype=torch.int32),
+        ),
+        "bulk_boxes": (means, torch.zeros(n, dtype=torch.int32), 2, 1, 0.1, 0.1),
+        "add_statistics": (
+            torch.rand(n, 2), torch.rand(n, 2), torch.rand(n, 3), 9.0, 9.0, 18.0, *(torch.rand(n) for _ in range(3)),
+        ),
         "pack_pixels": (colors[0], depths[0], transmittances[0], *place, region.num_pixels, True, True),
         "unpack_pixels": (stream, *place, 20),
         "pack_active": (stream,),

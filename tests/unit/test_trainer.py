@@ -567,7 +567,9 @@ def test_stop_and_pause_from_the_viewer(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_does_not_end_training(tmp_path: Path, capsys: Any) -> None:
-    trainer = start(make_config(tmp_path, 30, steps_per_save=5))
+    config = make_config(tmp_path, 30, steps_per_save=5)
+    config.logging.steps_per_log = 1
+    trainer = start(config)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill_disk(camera: Any) -> None:
