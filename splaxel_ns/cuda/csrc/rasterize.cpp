@@ -186,12 +186,14 @@ void sum_pairs(
     int64_t item = whole(part.begin);
     while (item < end) {
       const int64_t i = args.records[item].index;
-      float sums[kGradRow] = {};
+      double wide[kNumMoments] = {};  // large splats have hundreds of pairs, whose gradients cancel
       for (; item < end && args.records[item].index == i; ++item)
         for (int64_t at = offsets[item]; at < offsets[item + 1]; ++at) {
           const float* row = args.pair_grads + kGradRow * at;
-          for (int m = 0; m < kNumMoments; ++m) sums[m] += row[m];
+          for (int m = 0; m < kNumMoments; ++m) wide[m] += row[m];
         }
+      float sums[kGradRow] = {};
+      for (int m = 0; m < kNumMoments; ++m) sums[m] = static_cast<float>(wide[m]);
       const SplatPixelsGrad grad = splat_gradient(sums, conic + 3 * i, opacity[i]);
       means2d[2 * i] = grad.x;
       means2d[2 * i + 1] = grad.y;

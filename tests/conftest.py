@@ -1,4 +1,4 @@
-"""Ops are tested on every level of instructions that the processor has; test_rasterize.py goes through them itself."""
+"""Ops and the oracle are tested on every level of instructions of the processor; test_rasterize.py does so itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import pytest
 from splaxel_ns import cuda
 
 LEVELS = ("portable", "avx2", "avx512")
-ON_EVERY_LEVEL = ("test_composite", "test_loss", "test_project", "test_spherical_harmonics", "test_update")
+ON_EVERY_LEVEL = (
+    "test_composite",
+    "test_loss",
+    "test_oracle",
+    "test_project",
+    "test_spherical_harmonics",
+    "test_update",
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
