@@ -40,6 +40,9 @@ def bulk_boxes(
 
     Returns:
         bulk [P, 2, 3] float32, infinite where nothing of a partition was looked at, and its longest axis [P] int32.
+
+    Raises:
+        ValueError: a tensor has the wrong shape, or an owner is no partition.
     """
     _check("means", means, (len(means), 3))
     _check("owner", owner, (len(means),))
@@ -121,8 +124,6 @@ def splat_spans(
     _check("means2d", means2d, (num, 2))
     _check("extents", extents, (num, 2))
     _check("owner", owner, (num,))
-    if num and not 0 <= int(owner.min()) <= int(owner.max()) < num_partitions:
-        raise ValueError(f"owner names partitions {int(owner.min())} to {int(owner.max())} of {num_partitions}.")
     return _backend.load().splat_spans(_float(means2d), _float(extents), _int(owner), num_partitions, width, height)
 
 

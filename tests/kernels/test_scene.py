@@ -79,7 +79,9 @@ def test_statistics_of_a_view(with_radii: bool) -> None:
     assert ((cuda.screen_radii(conics) - (3.0 * deviation)).abs() <= 1.01).all()
 
 
-def test_statistics_of_other_shapes_are_refused() -> None:
+def test_wrong_arguments_are_refused() -> None:
     zeros = torch.zeros
+    with pytest.raises(ValueError, match="owner names partition -1 of 2"):
+        cuda.bulk_boxes(zeros(1, 3), torch.tensor([-1]), 2, 1, 0.1, 0.1)
     with pytest.raises(ValueError, match=r"conics must have the shape \[4, 3\], not \[4, 2\]"):
         cuda.add_statistics(zeros(4, 2), zeros(4, 2), zeros(4, 2), (1.0, 1.0), 1.0, zeros(4), zeros(4))

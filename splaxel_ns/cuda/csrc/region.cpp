@@ -56,6 +56,7 @@ std::tuple<at::Tensor, at::Tensor> content_bounds(const at::Tensor& means, const
   const int64_t num = means.size(0), num_partitions = bulk.size(0);
   const float* mean = means.const_data_ptr<float>();
   const float* scale = scales.const_data_ptr<float>();
+  check_owners(owner, bulk.size(0));
   const int* leaf = owner.const_data_ptr<int>();
   const float* bulks = bulk.const_data_ptr<float>();
   const int* axes = slice_axis.const_data_ptr<int>();

@@ -42,6 +42,7 @@ std::pair<float, float> without_ends(std::vector<float>& column, size_t skip) {
 std::tuple<at::Tensor, at::Tensor> bulk_boxes(const at::Tensor& means, const at::Tensor& owner, int64_t num_partitions,
                                               int64_t stride, double quantile, double margin) {
   at::Tensor bulk = at::empty({num_partitions, 2, 3}, float_options()), axis = at::zeros({num_partitions}, int_options());
+  check_owners(owner, num_partitions);
   const float* mean = means.const_data_ptr<float>();
   const int* leaf = owner.const_data_ptr<int>();
   std::vector<std::vector<float>> columns(static_cast<size_t>(3 * num_partitions));

@@ -26,6 +26,7 @@ at::Tensor splat_spans(const at::Tensor& means2d, const at::Tensor& extents, con
                        int64_t num_partitions, int64_t width, int64_t height) {
   const float *mean = means2d.const_data_ptr<float>(), *extent = extents.const_data_ptr<float>();
   const int* leaf = owner.const_data_ptr<int>();
+  check_owners(owner, num_partitions);
   const int64_t count = num_partitions * height;
   Rows all(count, static_cast<int>(width));
   std::mutex merging;
