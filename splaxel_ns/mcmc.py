@@ -44,7 +44,7 @@ class McmcReport(RefineReport):
 
     def __str__(self) -> str:
         done = f"{self.num_relocated} relocated, {self.num_added} added"
-        return f"{self.images} images: {done}; now {self.num_gaussians} Gaussians"
+        return f"{self.images} images: {done}; {self._now()}"
 
 
 @dataclass
@@ -118,6 +118,7 @@ class SplaxelMCMCStrategy(MCMCStrategy):
                 report.num_relocated = self._relocate_gs(params, optimizers, generator)
                 report.num_added = self._add_new_gs(params, optimizers, generator)
                 report.num_gaussians = len(params["means"])
+                report.own = {"relocated": report.num_relocated, "added": report.num_added}
         scale = optimizers["means"].param_groups[0]["lr"] * self.noise_lr
         seed = self.seed if self.world.size == 1 else derived_seed(self.seed, self.world.rank)
         add_position_noise(params, scale, seed, step)
@@ -155,6 +156,9 @@ class SplaxelMCMCStrategy(MCMCStrategy):
         self._add_new_gs(params, optimizers, generator, additions[rank])
         report.num_relocated, report.num_added = num_dead, num_new
         report.num_gaussians = total + num_new
+        report.own = {"relocated": int(dead[rank]) if num_dead else 0, "added": additions[rank]}
+        moved = torch.tensor(places) - dead.long() if num_dead else 0
+        report.shares = (nums.long() + moved + torch.tensor(additions)).tolist()
 
     def _relocate_gs(self, params: Any, optimizers: Any, generator: torch.Generator, num: int | None = None) -> int:
         """Move what is transparent or not finite (the first `num`) onto others, drawn by opacity, if there are any."""

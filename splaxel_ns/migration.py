@@ -51,7 +51,8 @@ def move_rows(world: World, destination: Tensor, tables: Mapping[str, Tensor]) -
     received = world.to_each(parts, "migration")
     held = torch.cat([stay, *(part for rank, part in enumerate(received) if rank != world.rank)])
     return {
-        name: part.reshape(len(held), *tables[name].shape[1:]).contiguous()
+        # Copied, also where there is no row: as views of one tensor they would count each other's changes as their own.
+        name: part.reshape(len(held), *tables[name].shape[1:]).clone(memory_format=torch.contiguous_format)
         for name, part in zip(order, held.split(widths, dim=1), strict=True)
     }
 

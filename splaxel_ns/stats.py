@@ -60,18 +60,18 @@ class StepStats:
         if failures:
             raise FailedTogether(failures[0].partition(": ")[2])
 
-    def finish_step(self, step: int, seconds: Mapping[str, float], utilisation: float) -> dict[str, float]:
+    def finish_step(self, step: int, more: Mapping[str, float], utilisation: float) -> dict[str, float]:
         """Take the counters of the step that has just been done; every rank calls this at once.
 
         Args:
             step: From 0.
-            seconds: Times that were measured elsewhere, by name.
+            more: Times that were measured elsewhere, and what growing and pruning did, by name.
             utilisation: Of the epoch's buckets: partitions that draw something, in parts of all.
 
         Returns:
             This rank's numbers under short names, for the event files.
         """
-        own = self._take(seconds) | {"utilisation": utilisation}
+        own = self._take(more) | {"utilisation": utilisation}
         self._steps += 1
         for name, value in own.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
@@ -79,7 +79,7 @@ class StepStats:
             self._write(step, own)
         return own
 
-    def _take(self, seconds: Mapping[str, float]) -> dict[str, float]:
+    def _take(self, more: Mapping[str, float]) -> dict[str, float]:
         counters = self._model.world.take_counters()
         own: dict[str, float] = {f"sent {kind}": size for kind, size in sorted(counters.bytes_sent.items())}
         own |= {f"received {kind}": size for kind, size in sorted(counters.bytes_received.items())}
@@ -91,7 +91,7 @@ class StepStats:
         own |= {"gaussians": self._model.num_points, "memory": _memory()}
         if self._model.renderer is not None:
             own |= self._model.renderer.take_numbers()
-        return own | dict(seconds)
+        return own | dict(more)
 
     def _write(self, step: int, own: Mapping[str, float]) -> None:
         """A line for each rank."""

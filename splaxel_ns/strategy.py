@@ -38,6 +38,10 @@ class RefineReport:
     spared: int = 0
     """Gaussians kept although the rules would remove all there are."""
     num_gaussians: int = 0
+    shares: list[int] = field(default_factory=list)
+    """Gaussians of each rank, where there are several."""
+    own: dict[str, int] = field(default_factory=dict)
+    """What was done on this rank, for the statistics; all other numbers are those of all ranks."""
     refined: bool = False
     opacities_reset: bool = False
 
@@ -55,7 +59,11 @@ class RefineReport:
             parts.append(f"all {self.spared} ought to go and were kept")
         if self.opacities_reset:
             parts.append("opacities reset")
-        return f"{self.images} images: {'; '.join(parts)}; now {self.num_gaussians} Gaussians"
+        return f"{self.images} images: {'; '.join(parts)}; {self._now()}"
+
+    def _now(self) -> str:
+        shares = f" ({', '.join(map(str, self.shares))} by rank)" if self.shares else ""
+        return f"now {self.num_gaussians} Gaussians{shares}"
 
 
 def crosses(step: int, batch_size: int, interval: int) -> bool:
@@ -206,6 +214,9 @@ class SplaxelStrategy(DefaultStrategy):
         report.num_gaussians = len(params["means"])
         if not report.refined and not report.opacities_reset:
             return None
+        if report.refined:
+            report.own = {"duplicated": report.num_duplicated, "split": report.num_split}
+            report.own |= {f"pruned {reason}": count for reason, count in report.pruned.items()}
         return self._of_all_ranks(report)
 
     def _of_all_ranks(self, report: RefineReport) -> RefineReport:
@@ -213,9 +224,10 @@ class SplaxelStrategy(DefaultStrategy):
         if self.world.size == 1:
             return report
         reasons = ("not finite", "transparent", "too large", "too large on screen")
-        names = ("num_duplicated", "num_split", "num_held_back", "spared", "num_gaussians")
+        names = ("num_gaussians", "num_duplicated", "num_split", "num_held_back", "spared")
         own = [getattr(report, name) for name in names] + [report.pruned.get(reason, 0) for reason in reasons]
-        sums = self.world.sum(torch.tensor(own), "strategy").tolist()
+        of_ranks = self.world.gather(torch.tensor(own), "strategy")
+        report.shares, sums = of_ranks[:, 0].tolist(), of_ranks.sum(dim=0).tolist()
         for name, value in zip(names, sums, strict=False):
             setattr(report, name, value)
         report.pruned = dict(zip(reasons, sums[len(names) :], strict=True))
@@ -284,8 +296,9 @@ class SplaxelStrategy(DefaultStrategy):
         for reason, rule in rules.items():
             counts[reason] = int((rule & ~doomed).sum())
             doomed |= rule
-        if bool(doomed.all()):
-            # A model without Gaussians cannot grow any again, while these may become visible or opaque later.
+        if int(self.world.sum((~doomed).sum(), "strategy")) == 0:
+            # A model without Gaussians cannot grow any again, while these may become visible or opaque later. A rank
+            # may lose its last ones: others have some, and balancing shares them out.
             report.spared = len(doomed)
             return
         report.pruned = counts

@@ -413,10 +413,11 @@ class SplaxelTrainer(Trainer):
         self.optimizers.optimizer_step_all()
         self.optimizers.scheduler_step_all(step)
         optimizer_s = time.perf_counter() - start
-        self.pipeline.model.refine(step)
+        report = self.pipeline.model.refine(step)
         if self.world.size > 1 or self.pipeline.config.stats_file is not None:
             utilisation = self.pipeline.datamanager.utilisation(self.pipeline.model.tree.num_partitions)
-            numbers = self.pipeline.stats.finish_step(step, {"optimizer_s": optimizer_s}, utilisation)
+            more = {"optimizer_s": optimizer_s} | ({} if report is None else report.own)
+            numbers = self.pipeline.stats.finish_step(step, more, utilisation)
             metrics_dict |= {f"rank 0/{name}": torch.tensor(value) for name, value in numbers.items()}
         return loss, loss_dict, metrics_dict
 
