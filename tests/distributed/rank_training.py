@@ -89,6 +89,37 @@ def train_and_miss(config: Any, step: int) -> dict[str, Any]:
     raise AssertionError("no photograph was missed")
 
 
+def train_scarce(config: Any, kind: str) -> dict[str, Any]:
+    """`train`, where Gaussians or what is seen of them are scarce; also what the parameters were at first.
+
+    Args:
+        kind: "one holder": boxes of which the first holds everything; "turned": every other camera sees nothing;
+            "all turned": no camera sees anything; "faint half": what the second of two boxes holds is transparent;
+            "untouched".
+    """
+    first: dict[str, torch.Tensor] = {}
+
+    def change(trainer: Any) -> None:
+        model, cameras = trainer.pipeline.model, trainer.pipeline.datamanager.train_dataset.cameras
+        if kind == "one holder":
+            from splaxel_ns import migration
+            from splaxel_ns.partition import PartitionTree
+
+            far = 100.0 + torch.arange(8.0)[:, None].expand(-1, 3)
+            model.take_tree(PartitionTree.build(far, model.tree.num_partitions))
+            if model.is_shared:
+                migration.migrate(model, {name: trainer.optimizers.optimizers[name] for name in model.gauss_params})
+        elif "turned" in kind:
+            turned = torch.arange(len(cameras)) % 2 == 1 if kind == "turned" else torch.ones(len(cameras)).bool()
+            cameras.camera_to_worlds[turned] *= torch.tensor([-1.0, 1.0, -1.0, 1.0])
+        elif kind == "faint half":
+            with torch.no_grad():
+                model.gauss_params["opacities"][model.tree.locate(model.means) == 1] = -9.0
+        first.update({name: value.detach().clone() for name, value in model.gauss_params.items()})
+
+    return train(config, change) | {"first": first}
+
+
 def train(config: Any, before: Callable[[Any], None] | None = None) -> dict[str, Any]:
     """Run it; what this rank has at the end."""
     torch.manual_seed(0)
@@ -118,6 +149,7 @@ def train(config: Any, before: Callable[[Any], None] | None = None) -> dict[str,
         "losses": losses,
         "totals": totals,
         "num": model.num_points,
+        "last": {name: value.detach().clone() for name, value in model.gauss_params.items()},
         "means": model.means.detach().clone(),
         "views": views,
         "box": box,
