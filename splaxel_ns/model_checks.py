@@ -10,12 +10,16 @@ import torch
 from nerfstudio.models.splatfacto import num_sh_bases
 from torch import Tensor
 
+from splaxel_ns.model_options import SplaxelModelOptions
 from splaxel_ns.types import MAX_PARTITIONS, Boundary, Exchange
 
 if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModelConfig
 
 MAX_SH_DEGREE = 3
+OF_BOXES = ("num_partitions", "boundary", "half_pixels", "active_pixels")
+OF_BOXES += ("imbalance", "max_imbalance", "balance_every", "migrate_every")
+"""Options that say nothing where ranks exchange Gaussians."""
 
 
 def check_config(config: SplaxelModelConfig) -> None:
@@ -63,13 +67,15 @@ def check_config(config: SplaxelModelConfig) -> None:
     for name, (value, low, high) in ranges.items():
         if not low <= value <= high:
             raise ValueError(f"{option}{name} is {value}; it must be from {low} to {high}")
-    if config.exchange == "gaussian":
-        for name in ("half_pixels", "active_pixels"):
-            if getattr(config, name):
-                raise ValueError(
-                    f"{option}{name.replace('_', '-')} is True, but with {option}exchange gaussian no pixels travel; "
-                    "leave it at False or choose another exchange"
-                )
+    by_gaussians = config.exchange == "gaussian"
+    for name in OF_BOXES if by_gaussians else ("placement",):
+        value, default = getattr(config, name), getattr(SplaxelModelOptions, name)
+        if value != default:
+            why = "there are no boxes and no pixels travel" if by_gaussians else "boxes say who holds which Gaussian"
+            raise ValueError(
+                f"{option}{name.replace('_', '-')} is {value}, but with {option}exchange {config.exchange} {why}; "
+                f"leave it at {default} or choose another exchange"
+            )
     for name in ("refine_every", "reset_alpha_every", "resolution_schedule", "sh_degree_interval"):
         if getattr(config, name) < 1:
             raise ValueError(f"{option}{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")

@@ -15,9 +15,10 @@ class SplaxelModelOptions(SplatfactoModelConfig):
     """splatfacto's options, whose intervals and schedules count images here (steps times batch size), and ours."""
 
     num_partitions: int | None = None
-    """Convex boxes that space is cut into, 1 to 16. None: one per rank. A checkpoint brings its own."""
+    """exchange of pixels: convex boxes that space is cut into, 1 to 16. None: one per rank. A checkpoint brings its
+    own."""
     boundary: Boundary = "filter"
-    """Gaussians that straddle two boxes: filter (the paper; drop them on rays where both boxes are rendered), exact (as
+    """exchange of pixels: Gaussians that straddle two boxes: filter (the paper; drop them on rays where both boxes are rendered), exact (as
     one model on one device) or none (ablation)."""
     exchange: Exchange = "selective"
     """What several ranks swap for a view: selective (the paper; the pixels that each needs), owner (as selective, but

@@ -75,7 +75,9 @@ class RankRun:
         manager.data, manager.batch_size = settings.data, settings.batch_size
         manager.camera_res_scale_factor = settings.scale
         manager.train_cameras_sampling_seed = settings.seed
-        model.exchange, model.saturation, model.boundary = settings.exchange, settings.saturation, settings.boundary
+        model.exchange, model.saturation = settings.exchange, settings.saturation
+        if settings.exchange != "gaussian":
+            model.boundary = settings.boundary
         model.in_flight, model.seed = settings.in_flight, settings.seed
         model.num_downscales, model.stop_split_at = 0, 0
         if rows is not None:  # they are put in place below; the seed points need not be looked at

@@ -159,6 +159,24 @@ def load(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | str:
 # Real runs
 
 
+@dataclass
+class Sizes:
+    """Of one rank: rows of all that belongs to its Gaussians, what the statistics add up to, and the rates."""
+
+    rows: set[int]
+    seen: float
+    rates: dict[str, float]
+
+    @classmethod
+    def of(cls, model: Any, optimizers: Any) -> Sizes:
+        by_name = {name: optimizers.optimizers[name].state for name in model.gauss_params}
+        moments = [m for name, state in by_name.items() for s in state.values() for m in (s["exp_avg"], s["exp_avg_sq"])]
+        statistics = [value for value in model.strategy_state.values() if isinstance(value, Tensor)]
+        rows = {len(value) for value in (*model.gauss_params.values(), *moments, *statistics)}
+        counted = model.strategy_state["count"]
+        return cls(rows, 0.0 if counted is None else float(counted.sum()), optimizers.learning_rates())
+
+
 def run_config(output_dir: Path) -> Any:
     import copy
 
@@ -171,13 +189,13 @@ def run_config(output_dir: Path) -> Any:
     config.pipeline.datamanager.batch_size = 2
     model = config.pipeline.model
     model.num_partitions, model.boundary, model.transmittance_stop = 3, "exact", 0.0
-    model.refine_every, model.warmup_length, model.densify_grad_thresh = 8, 4, 2e-4  # after step 4, not again
+    model.refine_every, model.warmup_length, model.densify_grad_thresh = 8, 4, 2e-4  # after steps 4 and 8
     model.camera_optimizer.mode = "SO3xR3"
     return config
 
 
-def train(output_dir: Path, steps: range, resumed: bool, saved_after: int = -1) -> tuple[list[float], int]:
-    """Losses of some steps, and how many Gaussians this rank holds at the end."""
+def train(output_dir: Path, steps: range, resumed: bool, saved_after: int = -1) -> tuple[list[float], int, Sizes]:
+    """Losses of some steps, how many Gaussians this rank holds at the end, and what it began with."""
     from splaxel_ns.checkpoint import restore_generators
     from splaxel_ns.optimization import BatchOptimizers
     from splaxel_ns.resume import find_checkpoint, load_model, load_run_state, save_run
@@ -195,6 +213,7 @@ def train(output_dir: Path, steps: range, resumed: bool, saved_after: int = -1) 
     if loaded is not None:
         load_run_state(loaded, pipeline, optimizers, load_scheduler=True)
         restore_generators(loaded["generators"])
+    begun = Sizes.of(pipeline.model, optimizers)
     pipeline.train()
     losses = []
     for step in steps:
@@ -206,4 +225,4 @@ def train(output_dir: Path, steps: range, resumed: bool, saved_after: int = -1) 
         pipeline.model.refine(step)
         if step == saved_after:
             save_run(world, config.get_checkpoint_dir(), step, pipeline, optimizers)
-    return losses, pipeline.model.num_points
+    return losses, pipeline.model.num_points, begun

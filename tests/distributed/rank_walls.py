@@ -37,7 +37,9 @@ def walls(num_walls: int, front_side: float = SMALL, num_partitions: int | None 
         colors.append(torch.eye(3)[number % 3].expand(len(grids[-1]), 3))
     points = torch.cat(grids)
     seeds = (points, torch.full((len(points), 3), 128, dtype=torch.uint8))
-    model = make_model(seeds, num_partitions=num_partitions or num_walls, background_color="black", **options)
+    if options.get("exchange") != "gaussian":
+        options["num_partitions"] = num_partitions or num_walls
+    model = make_model(seeds, background_color="black", **options)
     with torch.no_grad():
         model.scales.copy_(torch.log(torch.cat(sides))[:, None].expand(-1, 3))
         model.opacities.fill_(5.0)

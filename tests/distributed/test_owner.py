@@ -181,9 +181,20 @@ def test_half_precision(ranks_of: RankPools, exchange: str, active: bool) -> Non
         assert sum(sent(half).values()) < 0.85 * sum(sent(whole).values())
 
 
-@pytest.mark.parametrize("option", ["half_pixels", "active_pixels"])
-def test_no_pixels_no_option(option: str) -> None:
-    config = SplaxelModelConfig(exchange="gaussian")
-    setattr(config, option, True)
-    with pytest.raises(ValueError, match=f"{option.replace('_', '-')} is True.*no pixels travel"):
+@pytest.mark.parametrize(
+    ("exchange", "option", "value", "why"),
+    [
+        ("gaussian", "half_pixels", True, "no pixels travel"),
+        ("gaussian", "active_pixels", True, "no pixels travel"),
+        ("gaussian", "num_partitions", 2, "there are no boxes"),
+        ("gaussian", "boundary", "exact", "there are no boxes"),
+        ("gaussian", "balance_every", 10, "there are no boxes"),
+        ("selective", "placement", "kdtree", "boxes say"),
+    ],
+)
+def test_options_without_effect_are_refused(exchange: Any, option: str, value: Any, why: str) -> None:
+    config = SplaxelModelConfig(exchange=exchange)
+    check_config(config)
+    setattr(config, option, value)
+    with pytest.raises(ValueError, match=f"{option.replace('_', '-')} is {value}.*{exchange} .*{why}.*leave it at"):
         check_config(config)

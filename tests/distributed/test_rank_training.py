@@ -43,7 +43,7 @@ def test_losses_of_ranks_are_those_of_one(ranks_of: RankPools, tmp_path: Path) -
         {"camera_optimizer.mode": "SO3xR3"},
         {"use_bilateral_grid": True},
         {"strategy": "mcmc", "use_scale_regularization": True},
-        {"exchange": "gaussian"},
+        {"exchange": "gaussian", "num_partitions": None, "boundary": "filter"},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,9 @@ def test_reasons_of_pruning_are_counted_once_each() -> None:
     report = strategy.refine(params, optimizers, statistics(strategy, [0.0] * 5), 10)
     assert report is not None and report.pruned == {"not finite": 1, "transparent": 1, "too large": 1}
     assert len(params["means"]) == 2
+    assert report.own == {"duplicated": 0, "split": 0} | {f"pruned {name}": num for name, num in report.pruned.items()}
+    assert "3 pruned (1 not finite, 1 transparent, 1 too large); opacities reset; now 2 Gaussians" in str(report)
+    assert "now 2 Gaussians (2, 0 by rank)" in str(replace(report, shares=[2, 0]))
 
 
 def test_pause_only_after_a_reset() -> None:
