@@ -14,7 +14,7 @@ import re
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,10 @@ from splaxel_ns.interrupts import stop_with_launcher
 TIMEOUT = timedelta(hours=2)
 """A rank that loads data or compiles may keep the others waiting that long. One that has died is noticed at once, for
 its connections close."""
+
+
+SAME_ERROR_S = 5.0
+"""Ranks that fail alike do so within this time."""
 
 
 class LostRank(RuntimeError):
@@ -114,11 +118,13 @@ class World:
 
     @contextmanager
     def waiting(self, what: str):
-        """Time spent inside counts as waiting; a failure of the network becomes a `LostRank`."""
+        """Time spent inside counts as waiting; a failure of the network becomes a `LostRank`, no other error does."""
         start = time.perf_counter()
         try:
             yield
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and not _NETWORK.search(str(error)):
+                raise
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             first = re.sub(r"\[/\S+\] |\. This is typically caused by.*", "", first)  # Gloo's source and advice
             raise LostRank(
@@ -273,6 +279,25 @@ class World:
         return Pending(self, dict(receives), kept, works, kind)
 
 
+    # Outside of all collectives
+
+    def say_failed(self, error: str) -> None:
+        """Let the other ranks know that this one ends with an error, and has said so."""
+        with suppress(RuntimeError, ValueError):  # whoever keeps the store may be gone
+            dist.distributed_c10d._get_default_store().set(f"splaxel failed {self.rank}", error)
+
+    def main_failed_with(self, error: str) -> bool:
+        """Whether rank 0 ends with the same error; if so, this returns when it has said so."""
+        key = "splaxel failed 0"
+        with suppress(RuntimeError, ValueError):
+            store = dist.distributed_c10d._get_default_store()
+            store.wait([key], timedelta(seconds=SAME_ERROR_S))
+            return store.get(key).decode() == error
+        return False
+
+
+_NETWORK = re.compile(r"gloo/(transport|rendezvous)|Connection (closed|reset|refused)|Broken pipe|[Tt]imed out")
+"""What Gloo says when it cannot reach a rank; its errors are plain RuntimeErrors, like those of wrong arguments."""
 _REMEDY = "start several ranks with torchrun, and unset these variables for one"
 _world: World | None = None
 

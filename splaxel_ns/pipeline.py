@@ -166,8 +166,9 @@ class SplaxelPipeline(VanillaPipeline):
 
     def _next_views(self, step: int) -> list[tuple[Cameras, dict[str, Any]]]:
         """The step's views. A photograph that one of several ranks cannot read fails at the end of the step, on all of
-        them: the others wait for this one's pixels, and none may leave before."""
+        them: the others wait for this one's pixels, and none may leave before. So does a loss that is not finite."""
         self._unread: str | None = None
+        self._diverged: str | None = None
         try:
             return self.datamanager.next_train_batch(step, self.model.shows)
         except (OSError, ValueError) as error:
@@ -223,6 +224,7 @@ class SplaxelPipeline(VanillaPipeline):
             The results of each view, the same on all ranks.
 
         Raises:
+            FloatingPointError: The loss of some rank is not finite; on all ranks.
             FailedTogether: Some rank could not read a photograph; the views are still to come.
         """
         model, world = self.model, self.model.world
@@ -241,12 +243,14 @@ class SplaxelPipeline(VanillaPipeline):
         zero = torch.zeros(())
         rows = [torch.stack([share.get(name, zero) for name in names]) for share in shares]  # B x [2]
         extra = [torch.as_tensor(term).detach().float() for term in regularizers.values()]
-        unread = torch.tensor([float(self._unread is not None)])
-        table = world.sum(torch.cat([torch.stack(rows).flatten(), *[value.reshape(1) for value in extra], unread]))
+        failed = torch.tensor([float(self._unread is not None), float(self._diverged is not None)])
+        table = world.sum(torch.cat([torch.stack(rows).flatten(), *[value.reshape(1) for value in extra], failed]))
         if table[-1] > 0:
+            raise FloatingPointError("; ".join(world.failures(self._diverged)))
+        if table[-2] > 0:
             self.datamanager.take_back(views)
             raise FailedTogether("; ".join(world.failures(self._unread)))
-        table = table[:-1]
+        table = table[:-2]
         summed = dict(zip(regularizers, table[2 * len(rows) :], strict=True))
         shared = {"gaussian_count": float(model.num_total)} | (model.saturation.metrics() if model.prunes else {})
         results = []
@@ -259,14 +263,16 @@ class SplaxelPipeline(VanillaPipeline):
         return results
 
     def _require_finite(self, loss: Tensor, terms: dict[str, Tensor], step: int, batch: dict[str, Any]) -> None:
-        if torch.isfinite(loss):
+        if torch.isfinite(loss) or self._diverged is not None:
             return
         shown = ", ".join(f"{name} {torch.as_tensor(value).item():g}" for name, value in terms.items())
-        raise FloatingPointError(
+        self._diverged = (
             f"The loss became {loss.item():g} at step {step}, view {self._view_name(batch)} ({shown}). Training stops; "
             "checkpoints written before are untouched. Look at this photograph and its mask, or lower the learning "
             "rates (--optimizers.NAME.optimizer.lr)."
         )
+        if not self.model.is_shared:
+            raise FloatingPointError(self._diverged)
 
     def _view_name(self, batch: dict[str, Any]) -> str:
         index = int(batch.get("image_idx", -1))

@@ -134,17 +134,33 @@ def save_run(world: World, directory: Path, step: int, pipeline: SplaxelPipeline
         FloatingPointError: The model has diverged; on all ranks, and before anything is written or replaced.
         LostRank: A peer is gone.
     """
-    _require_finite(world, step, pipeline)
+    require_finite(world, step, pipeline)
     state = run_state(step, pipeline, optimizers)
     if world.size == 1:
         return write_checkpoint(directory, step, state)
     return shards.write_sharded(world, directory, step, state)
 
 
-def _require_finite(world: World, step: int, pipeline: SplaxelPipeline) -> None:
-    """Gaussians that are not finite are drawn by nobody, so that no loss tells; a checkpoint of them is of no use."""
-    bad = [name for name, value in pipeline.model.named_parameters() if not bool(value.isfinite().all())]
-    failures = world.failures(", ".join(name.removeprefix("gauss_params.") for name in bad) or None)
+def require_finite(world: World, step: int, pipeline: SplaxelPipeline, mended: float = 0.0) -> None:
+    """See to it that the model has not diverged; all ranks call this at once.
+
+    Gaussians that are not finite are drawn by nobody, so that no loss tells; a checkpoint of them is of no use.
+
+    Args:
+        mended: So large a part of a rank's Gaussians is left for the next refinement to prune.
+
+    Raises:
+        FloatingPointError: Parameters are not finite; on all ranks.
+    """
+    bad = []
+    for name, parameter in pipeline.model.named_parameters():
+        value = parameter.detach()
+        if bool(value.sum().isfinite()):  # one pass over memory; it may overflow, hence a second look
+            continue
+        broken = ~value.isfinite().reshape(len(value), -1).all(dim=1)
+        if float(broken.float().mean()) > (mended if name.startswith("gauss_params.") else 0.0):
+            bad.append(name.removeprefix("gauss_params."))
+    failures = world.failures(", ".join(bad) or None)
     if failures:
         raise FloatingPointError(
             f"After step {step} these parameters are not finite: {'; '.join(failures)}. Training stops and nothing is "

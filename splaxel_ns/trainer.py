@@ -31,10 +31,13 @@ from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import GAUSSIANS, BatchOptimizers
 from splaxel_ns.pipeline import SplaxelPipeline, SplaxelPipelineConfig
 from splaxel_ns.progress import ProgressLine, has_terminal
-from splaxel_ns.resume import find_checkpoint, load_model, load_run_state, save_run
+from splaxel_ns.reporting import report_once
+from splaxel_ns.resume import find_checkpoint, load_model, load_run_state, require_finite, save_run
 from splaxel_ns.run_lock import RunLock
 from splaxel_ns.trainer_checks import check_run
 
+MENDED = 0.01
+"""So large a part of the Gaussians may have become something that is not finite as long as refinements prune them."""
 EXIT_LOST = 75
 """Exit status when another rank is gone: try again (EX_TEMPFAIL), with --resume auto."""
 
@@ -70,13 +73,16 @@ class SplaxelTrainerConfig(TrainerConfig):
         Raises:
             ValueError: The run to be continued is not named.
         """
+        shared = comm.launched()[1] > 1
+        if shared:
+            report_once(comm.world())
         if self.resume == "auto" and self.timestamp == "{timestamp}":
             raise ValueError(
                 "--resume auto needs --timestamp NAME, the folder of the run to continue below "
                 f"{self.output_dir}/EXPERIMENT/{self.method_name}/: a new time stamp has nothing to resume."
             )
         super().set_timestamp()
-        if comm.launched()[1] > 1:  # the clocks of the ranks differ, and one of them speaks
+        if shared:  # the clocks of the ranks differ, and one of them speaks
             world = comm.world()
             self.timestamp = world.text_from_main(self.timestamp)
             CONSOLE.quiet = not world.is_main
@@ -253,7 +259,7 @@ class SplaxelTrainer(Trainer):
 
         Raises:
             SystemExit: SIGINT or SIGTERM ended the run after its step; 128 plus the signal's number.
-            FloatingPointError: A loss was not finite.
+            FloatingPointError: A loss or a parameter was not finite; on all ranks.
             RuntimeError: The final checkpoint could not be written.
         """
         try:
@@ -386,6 +392,8 @@ class SplaxelTrainer(Trainer):
             writer.put_time(EventName.TRAIN_RAYS_PER_SEC, rays / max(1e-3, timer.duration), step, avg_over_steps=True)
         self._update_viewer_state(step)
         if step_check(step, self.config.logging.steps_per_log, run_at_zero=True):
+            growing = (step + 1) * self.batch_size < self.pipeline.model.config.stop_split_at
+            require_finite(self.world, step, self.pipeline, mended=MENDED if growing else 0.0)
             writer.put_scalar("Train Loss", loss, step)
             writer.put_dict("Train Loss Dict", loss_dict, step)
             writer.put_dict("Train Metrics Dict", metrics_dict | {"gaussian_count": num_gaussians}, step)

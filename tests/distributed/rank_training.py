@@ -89,6 +89,63 @@ def train_and_miss(config: Any, step: int) -> dict[str, Any]:
     raise AssertionError("no photograph was missed")
 
 
+def train_and_diverge(config: Any, what: str, step: int) -> dict[str, Any]:
+    """`train`, where on the last rank something is not finite from a step on; how the rank ended.
+
+    Args:
+        what: "loss"; or "all" or "one" of its Gaussians.
+    """
+    trainers: list[Any] = []
+
+    def spoil(trainer: Any) -> None:
+        trainers.append(trainer)
+        model, inner = trainer.pipeline.model, trainer.pipeline.model.get_loss_dict
+        run, last = trainer.pipeline.train_step, trainer.world.rank == trainer.world.size - 1
+
+        def lose(*args: Any) -> Any:
+            return {name: value * float("nan") for name, value in inner(*args).items()}
+
+        def spoiled(now: int) -> Any:
+            if now == step and last:
+                if what == "loss":
+                    model.get_loss_dict = lose
+                else:
+                    with torch.no_grad():
+                        model.means[: None if what == "all" else 1] = float("nan")
+            return run(now)
+
+        trainer.pipeline.train_step = spoiled
+
+    said = kind = ""
+    try:
+        train(config, spoil)
+    except Exception as error:
+        said, kind = str(error), type(error).__name__
+    return {"said": said, "kind": kind, "step": trainers[0].step, "num": trainers[0].pipeline.model.num_total}
+
+
+def report(same: bool) -> str:
+    """What a rank prints when it ends with an error: all ranks with the same, or each with its own."""
+    import io
+    import sys
+    from contextlib import redirect_stderr
+
+    from splaxel_ns import comm
+    from splaxel_ns.reporting import report_once
+
+    world, before = comm.world(), sys.excepthook
+    said = io.StringIO()
+    report_once(world)
+    try:
+        raise ValueError("no such folder" if same else f"no such folder on rank {world.rank}")
+    except ValueError as error:
+        with redirect_stderr(said):
+            sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.excepthook = before
+    return said.getvalue()
+
+
 def train_scarce(config: Any, kind: str) -> dict[str, Any]:
     """`train`, where Gaussians or what is seen of them are scarce; also what the parameters were at first.
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import Ranks
-from rank_training import config_of, train, train_and_miss, train_and_watch
+from rank_training import config_of, report, train, train_and_diverge, train_and_miss, train_and_watch
 
 from splaxel_ns import comm
+from splaxel_ns.checkpoint import checkpoint_steps
 
 RankPools = Callable[[int], Ranks]
 
@@ -137,6 +138,34 @@ def test_a_model_that_is_not_finite_is_not_saved(ranks_of: RankPools, tmp_path: 
     with pytest.raises(AssertionError, match=r"(?s)FloatingPointError: After step \d.*rank 0: .*scales.*nothing"):
         ranks_of(num_ranks).run(train, config)
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("what", ["loss", "all", "one"])
+def test_what_diverges_on_one_rank_ends_all(ranks_of: RankPools, tmp_path: Path, what: str) -> None:
+    """With one message, at the step or when the next line is logged; checkpoints stay as they are. A few Gaussians
+    that are not finite are pruned instead, as long as the model grows."""
+    growth = {"stop_split_at": 10_000, "warmup_length": 10, "refine_every": 36} if what == "one" else {}
+    config = config_of(tmp_path, 12, 4, num_partitions=2, **growth)
+    config.steps_per_save, config.logging.steps_per_log = 5, 2
+    ended = ranks_of(2).run(train_and_diverge, config, what, 6)
+    assert ended[0]["said"] == ended[1]["said"] and ended[0]["kind"] == ended[1]["kind"]
+    saved = checkpoint_steps(config.get_checkpoint_dir())
+    if what == "one":
+        assert ended[0]["said"] == "" and saved == [11]
+        return
+    assert ended[0]["kind"] == "FloatingPointError" and saved == [5]
+    if what == "loss":
+        assert "rank 1: The loss became nan at step 6, view '" in ended[0]["said"] and ended[0]["step"] == 5
+    else:
+        assert "After step 6 these parameters are not finite: rank 1: means" in ended[0]["said"]
+
+
+def test_an_error_of_all_ranks_is_printed_once(ranks_of: RankPools) -> None:
+    first, second = ranks_of(2).run(report, True)
+    assert first.count("Traceback") == 1 and "no such folder" in first and second == ""
+    first, second = ranks_of(2).run(report, False)
+    assert "no such folder on rank 0" in first
+    assert second.startswith("Rank 1 of 2:") and "no such folder on rank 1" in second
 
 
 @pytest.mark.parametrize(

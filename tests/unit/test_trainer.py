@@ -46,6 +46,7 @@ class ToyModelConfig(InstantiateConfig):
     num_partitions: int = 1
     boundary: str = "filter"
     background_color: str = "black"
+    stop_split_at: int = 0
 
 
 class ToyModel(torch.nn.Module):
