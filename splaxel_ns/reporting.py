@@ -14,14 +14,12 @@ def report_once(world: World) -> None:
     All of them exit with Python's status 1. The ranks do not meet for this: one that fails alone finds the others
     waiting for it elsewhere.
     """
-    before = sys.excepthook
+    before = sys.excepthook  # torch's, which puts the rank in front
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = f"{kind.__name__}: {error}"
-        if not world.is_main:
-            if world.main_failed_with(text):
-                return
-            print(f"Rank {world.rank} of {world.size}:", file=sys.stderr)
+        if not world.is_main and world.main_failed_with(text):
+            return
         before(kind, error, trace)
         sys.stderr.flush()
         world.say_failed(text)

@@ -165,7 +165,7 @@ def test_an_error_of_all_ranks_is_printed_once(ranks_of: RankPools) -> None:
     assert first.count("Traceback") == 1 and "no such folder" in first and second == ""
     first, second = ranks_of(2).run(report, False)
     assert "no such folder on rank 0" in first
-    assert second.startswith("Rank 1 of 2:") and "no such folder on rank 1" in second
+    assert "[rank1]: ValueError: no such folder on rank 1" in second
 
 
 @pytest.mark.parametrize(
