@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,14 +42,28 @@ def compiler() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Holds a lock that the kernel releases when its holder dies, however it dies."""
+    """Holds a lock that the kernel releases when its holder dies, however it dies; its folder is where ninja works."""
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("waiting for another process that compiles the CPU kernels")
             fcntl.flock(file, fcntl.LOCK_EX)
+        # The ninja of a build that was killed goes on without it, and two would write the same files.
+        if _works_in(path.parent):
+            say("waiting for the compiler of a build that was interrupted")
+            while _works_in(path.parent):
+                time.sleep(0.2)
         yield
+
+
+def _works_in(folder: Path) -> bool:
+    """Whether some other process has its working directory there."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if process.name != str(os.getpid()) and (process / "cwd").samefile(folder):
+                return True
+    return False
 
 
 @contextlib.contextmanager

@@ -80,6 +80,25 @@ def test_killed_build_does_not_block_the_next(build, tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text() == calls
 
 
+def test_what_a_killed_build_left_running_is_waited_for(build, tmp_path: Path) -> None:
+    (tmp_path / "hang").touch()
+    killed = build()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "calls").exists():
+        assert time.monotonic() < deadline and killed.poll() is None
+        time.sleep(0.05)
+    killed.kill()  # not its compiler
+    second = build()
+    assert second.stderr is not None
+    while "was interrupted" not in second.stderr.readline():
+        assert time.monotonic() < deadline
+    time.sleep(0.5)
+    assert (tmp_path / "calls").read_text().count("x") == 1
+    (tmp_path / "hang").unlink()
+    out, err = finish(second)
+    assert out.startswith("loaded"), err
+
+
 def test_processes_that_start_together_build_once(build, tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
     first, second = build(), build()
