@@ -59,8 +59,11 @@ class Job:
         return time.monotonic() - start
 
 
-GROWING = ("warmup-length", "1", "refine-every", "1", "max-gaussians", "34000")
-"""Options of the model: every step refines."""
+GROWING = [
+    *("--pipeline.model.warmup-length", "1", "--pipeline.model.refine-every", "1"),
+    *("--pipeline.model.max-gaussians", "34000"),
+]
+"""Every step refines."""
 
 
 def runs(pid: int) -> bool:
@@ -73,8 +76,7 @@ def runs(pid: int) -> bool:
 
 def test_a_killed_rank_ends_the_job_by_name_and_resuming_continues(tmp_path: Path) -> None:
     """Also where every step refines, moves and saves, so that the signal comes in the middle of that."""
-    flags = [f"--pipeline.model.{word}" if number % 2 == 0 else word for number, word in enumerate(GROWING)]
-    job = Job(tmp_path, 100_000, *flags, save_every=1)
+    job = Job(tmp_path, 100_000, *GROWING, save_every=1)
     job.wait_for(lambda: last_step(job.stats) >= 8, START_S)
     victim = process_of(job.process.pid, 1)
     assert victim is not None
@@ -86,7 +88,7 @@ def test_a_killed_rank_ends_the_job_by_name_and_resuming_continues(tmp_path: Pat
     saved = checkpoint_steps(job.checkpoints)
     assert last_step(job.stats) - 1 <= saved[-1] <= last_step(job.stats)
     done = saved[-1]
-    again = Job(tmp_path, done + 6, *flags)
+    again = Job(tmp_path, done + 6, *GROWING)
     again.wait_for(lambda: again.process.poll() is not None or last_step(again.stats) == done + 5, START_S)
     again.ended_within(60)
     assert again.process.returncode == 0, again.log.read_text()[-4000:]
