@@ -278,7 +278,6 @@ class World:
         self.counters.add(kind, sent, sum(buffer.nbytes for buffer in receives.values()), len(kept))
         return Pending(self, dict(receives), kept, works, kind)
 
-
     # Outside of all collectives
 
     def say_failed(self, error: str) -> None:

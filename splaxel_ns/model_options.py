@@ -18,8 +18,8 @@ class SplaxelModelOptions(SplatfactoModelConfig):
     """exchange of pixels: convex boxes that space is cut into, 1 to 16. None: one per rank. A checkpoint brings its
     own."""
     boundary: Boundary = "filter"
-    """exchange of pixels: Gaussians that straddle two boxes: filter (the paper; drop them on rays where both boxes are rendered), exact (as
-    one model on one device) or none (ablation)."""
+    """exchange of pixels: Gaussians that straddle two boxes: filter (the paper; drop them on rays where both boxes are
+    rendered), exact (as one model on one device) or none (ablation)."""
     exchange: Exchange = "selective"
     """What several ranks swap for a view: selective (the paper; the pixels that each needs), owner (as selective, but
     where many ranks share pixels one of them composes a block of them and sends gradients back), dense (all pixels of

@@ -170,7 +170,9 @@ class Sizes:
     @classmethod
     def of(cls, model: Any, optimizers: Any) -> Sizes:
         by_name = {name: optimizers.optimizers[name].state for name in model.gauss_params}
-        moments = [m for name, state in by_name.items() for s in state.values() for m in (s["exp_avg"], s["exp_avg_sq"])]
+        moments = [
+            m for name, state in by_name.items() for s in state.values() for m in (s["exp_avg"], s["exp_avg_sq"])
+        ]
         statistics = [value for value in model.strategy_state.values() if isinstance(value, Tensor)]
         rows = {len(value) for value in (*model.gauss_params.values(), *moments, *statistics)}
         counted = model.strategy_state["count"]

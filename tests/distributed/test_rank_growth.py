@@ -60,7 +60,11 @@ def test_ranks_with_nothing(ranks_of: RankPools, tmp_path: Path, kind: str, num_
 
 @pytest.mark.parametrize(
     "options",
-    [{"strategy": "default"}, {"strategy": "mcmc"}, {"exchange": "gaussian", "num_partitions": None, "boundary": "filter"}],
+    [
+        {"strategy": "default"},
+        {"strategy": "mcmc"},
+        {"exchange": "gaussian", "num_partitions": None, "boundary": "filter"},
+    ],
     ids=lambda options: next(iter(options.values())),
 )
 def test_one_gaussian(ranks_of: RankPools, tmp_path: Path, options: dict[str, Any]) -> None:
