@@ -43,7 +43,8 @@ class SplaxelPipelineConfig(VanillaPipelineConfig):
 
     _target: type = field(default_factory=lambda: SplaxelPipeline)
     stats_file: Path | None = None
-    """JSON lines about every step and rank: bytes by kind, messages, times, pixels. They are appended."""
+    """JSON lines about every step and rank: bytes by kind, messages, times, pixels, Gaussians, how many were added and
+    pruned and why. They are appended."""
 
     # Not a field: no option, and no part of config.yml.
     _to_be_loaded = None
