@@ -21,6 +21,9 @@ NAMESPACES = Path("/var/run/netns")
 PORT = 29500
 """Of the meeting point in a namespace, where nobody else is."""
 
+GRACE_S = 5.0
+"""A rank that has not answered so long after another has failed waits for it."""
+
 
 @dataclass(frozen=True)
 class Home:
@@ -69,31 +72,43 @@ class RankJob:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, patience_s: float | None = None) -> list[Any]:
         """What `function(*args)`, of an importable module, returns on each rank.
 
+        Args:
+            patience_s: How long to wait for the next answer; None: for ever.
+
         Raises:
-            RuntimeError: A rank failed or ended; the job is closed.
+            RuntimeError: Ranks failed, ended or did not answer; the job goes on only if all have answered.
         """
         results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
         try:
             for pipe in self._pipes:
                 pipe.send((function.__module__, function.__name__, args))
-            while len(results) < self.size:
-                open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
-                for pipe in wait(list(open_pipes)):
-                    rank = open_pipes[pipe]  # type: ignore[index]
-                    fine, value = self._pipes[rank].recv()
-                    if not fine:
-                        raise RuntimeError(f"rank {rank} of {self.size} failed: {value}")
-                    results[rank] = value
+            while waiting := {pipe: k for k, pipe in enumerate(self._pipes) if k not in results and k not in errors}:
+                # The others may be waiting for one that has failed, or fail alike a moment later.
+                ready = wait(list(waiting), GRACE_S if errors else patience_s)
+                if not ready:
+                    errors |= dict.fromkeys(waiting.values(), "no answer")
+                    self._kill()
+                for pipe in ready:
+                    fine, value = pipe.recv()  # type: ignore[union-attr]
+                    (results if fine else errors)[waiting[pipe]] = value  # type: ignore[index]
         except (EOFError, OSError) as error:
             self._kill()
             raise RuntimeError(f"A rank of {self.size} ended without an answer; is there enough memory?") from error
         except BaseException:
             self._kill()
             raise
+        if errors:
+            raise RuntimeError("\n".join(f"rank {k} of {self.size} failed: {errors[k]}" for k in sorted(errors)))
         return [results[rank] for rank in range(self.size)]
+
+    @property
+    def alive(self) -> bool:
+        """Whether all processes are there."""
+        return all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
         """End the processes."""

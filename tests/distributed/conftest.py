@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from rank_pool import Ranks
+
+from splaxel_ns.bench.rank_job import RankJob
+
+PATIENCE_S = 240.0
+"""A rank that has not answered by then hangs."""
+
+
+class Ranks(RankJob):
+    """Ranks that stay for a whole test session and run what a test asks of all of them at once."""
+
+    def run(self, function: Callable[..., Any], *args: Any, patience_s: float | None = PATIENCE_S) -> list[Any]:
+        return super().run(function, *args, patience_s=patience_s)
 
 
 @pytest.fixture(scope="session")
-def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+def ranks_of() -> Iterator[Callable[[int], RankJob]]:
     pools: dict[int, Ranks] = {}
 
     def get(size: int) -> Ranks:
-        if size not in pools:
+        if size not in pools or not pools[size].alive:
             pools[size] = Ranks(size)
         return pools[size]
 

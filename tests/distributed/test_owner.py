@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import Ranks
 from rank_scenes import Task, draw_alone, draw_together, regions_of
 from test_ranks import compare
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
+from splaxel_ns.bench.rank_job import RankJob
 from splaxel_ns.exchange import HALO, RankRegions, bounding, dilated, loss_share
 from splaxel_ns.model import SplaxelModelConfig
 from splaxel_ns.model_checks import check_config
 from splaxel_ns.owner_exchange import BLOCK, OwnerRegions, has, spread, with_owners
 
-RankPools = Callable[[int], Ranks]
+RankPools = Callable[[int], RankJob]
 
 
 def regions_with(boxes: list[tuple[int, int, int, int]], height: int, width: int) -> RankRegions:

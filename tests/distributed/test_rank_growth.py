@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import Ranks
 from rank_training import config_of, train, train_scarce
 
-RankPools = Callable[[int], Ranks]
+from splaxel_ns.bench.rank_job import RankJob
+
+RankPools = Callable[[int], RankJob]
 
 OFTEN = {"stop_split_at": 10_000, "warmup_length": 4, "refine_every": 5}
 """In images: with batches of 2, refinements after steps 3 and 5."""

@@ -9,15 +9,15 @@ import pytest
 import rank_walls
 import torch
 from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
-from rank_pool import Ranks
 from rank_walls import LARGE, NUM_VIEWS, SMALL
 from torch import Tensor
 
+from splaxel_ns.bench.rank_job import RankJob
 from splaxel_ns.cuda.saturation import pack_bits, unpack_bits
 from splaxel_ns.exchange import HALO, RankRegions, covered, crop_for, dilated, grown, loss_share, whole
 from splaxel_ns.saturation import SaturationMasks, ViewMask
 
-RankPools = Callable[[int], Ranks]
+RankPools = Callable[[int], RankJob]
 EPS = 1e-4
 
 

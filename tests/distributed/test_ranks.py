@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import Ranks
 from rank_scenes import NAMES, Task, draw_alone, draw_together
 from torch import Tensor
 
-RankPools = Callable[[int], Ranks]
+from splaxel_ns.bench.rank_job import RankJob
+
+RankPools = Callable[[int], RankJob]
 
 
 def gathered(parts: list[dict[str, Any]], name: str, like: Tensor) -> Tensor:

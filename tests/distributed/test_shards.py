@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import Ranks
 from rank_shards import Boxes, load, run_config, save, train, whole_state
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
+from splaxel_ns.bench.rank_job import RankJob
 from splaxel_ns.checkpoint import (
     checkpoint_steps,
     load_checkpoint,
@@ -29,7 +29,7 @@ from splaxel_ns.gaussian_rows import GAUSSIANS, split_rows
 from splaxel_ns.shard_files import checksum
 from splaxel_ns.shards import own_state
 
-RankPools = Callable[[int], Ranks]
+RankPools = Callable[[int], RankJob]
 
 
 def rows_by_position(tables: dict[str, Tensor]) -> dict[bytes, bytes]:
@@ -70,7 +70,7 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-def saved(ranks: Ranks, models: Path, step: int = 7, **options: Any) -> Path:
+def saved(ranks: RankJob, models: Path, step: int = 7, **options: Any) -> Path:
     assert ranks.run(save, models, step, *options.values()) == [""] * ranks.size
     return models / f"step-{step:09d}.ckpt"
 
