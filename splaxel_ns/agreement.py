@@ -8,6 +8,7 @@ Shapes: H x W pixels.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,10 @@ from splaxel_ns.comm import World
 if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModel
 
+SHARE = 0.05
+"""Of the time of all ranks that pictures for the viewer may take while training goes on; sending them takes more."""
+SLOWEST_S = 30.0
+"""Between two pictures, whatever they cost."""
 LONGEST_WAIT_S = 60.0
 """A picture that has not come by then will not: the viewer shows black, and asks again when the camera moves."""
 
@@ -55,6 +60,12 @@ class LiveView:
         self._request: tuple[Cameras, OrientedBox | None] | None = None
         self._answer: dict[str, Any] | None = None
         self._closed = False
+        self._next_s = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether the viewer waits, and the last picture lies so far back that pictures keep to their `SHARE`."""
+        return self.pending and time.monotonic() >= self._next_s
 
     @property
     def pending(self) -> bool:
@@ -77,6 +88,7 @@ class LiveView:
         Raises:
             LostRank: A peer is gone.
         """
+        start = time.monotonic()
         request = self._request if model.world.is_main else None
         numbers = torch.zeros(7 + 12 + 15 + 3, dtype=torch.float64)
         if request is not None:
@@ -89,6 +101,8 @@ class LiveView:
             outputs = model.draw_for_viewer(camera, crop)
         finally:
             model.train(was_training)
+        end = time.monotonic()
+        self._next_s = end + min((end - start) * (1.0 / SHARE - 1.0), SLOWEST_S)
         with self._asked:
             self._answer, self._request = outputs, None
             self._asked.notify_all()

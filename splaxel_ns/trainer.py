@@ -146,6 +146,7 @@ class SplaxelTrainer(Trainer):
         self._signals = StopSignals()
         self._lock: RunLock | None = None
         self._live_view = LiveView()
+        self._has_lock = False
         self._events: EventFiles | None = None
         self._between_steps = True  # the state is that after a whole step
 
@@ -318,8 +319,8 @@ class SplaxelTrainer(Trainer):
     def _take_turn(self, signals: StopSignals) -> Agreed:
         """Agree with the other ranks on what comes next, drawing what the viewer asks for meanwhile.
 
-        Returns:
-            With several ranks, the lock that keeps the viewer's thread from rendering is held by this one then.
+        With several ranks, either this one holds the lock that keeps the viewer's thread from rendering afterwards, or
+        that thread holds it and waits for a picture, which is not due yet.
         """
         if self.world.size == 1:  # the lock changes hands several times in a step
             while self.training_state == "paused" and not self.stop_training and signals.received is None:
@@ -329,8 +330,8 @@ class SplaxelTrainer(Trainer):
             # The viewer's thread holds the lock while it waits for a picture.
             while not (locked := self.train_lock.acquire(timeout=0.005)) and not self._live_view.pending:
                 pass
-            picture = not locked and self._live_view.pending
             paused = self.training_state == "paused" and not self.stop_training and signals.received is None
+            picture = not locked and (self._live_view.pending if paused else self._live_view.due)
             try:
                 agreed = agree(self.world, signals.received, self.stop_training, paused, picture)
             except BaseException:
@@ -340,6 +341,7 @@ class SplaxelTrainer(Trainer):
             if agreed.picture:
                 self._live_view.serve(self.pipeline.model)
             elif not agreed.paused or agreed.signal is not None:
+                self._has_lock = locked
                 return agreed
             if locked:
                 self.train_lock.release()
@@ -348,7 +350,7 @@ class SplaxelTrainer(Trainer):
 
     def _end_turn(self) -> None:
         """Let the viewer's thread have the lock."""
-        if self.world.size > 1:
+        if self.world.size > 1 and self._has_lock:
             self.train_lock.release()
             if self.viewer_state is not None:
                 time.sleep(0.0005)  # a thread that takes a lock again at once is never overtaken

@@ -15,6 +15,7 @@ def entrypoint() -> None:
     from splaxel_ns.bench.quality import Quality
     from splaxel_ns.bench.saturation import Saturation
     from splaxel_ns.bench.soak import Soak
+    from splaxel_ns.bench.viewer import Viewer
 
     tyro.extras.set_accent_color("bright_yellow")
     commands = {
@@ -26,6 +27,7 @@ def entrypoint() -> None:
         "soak": Soak,
         "comm": Comm,
         "link": Link,
+        "viewer": Viewer,
     }
     try:
         tyro.extras.subcommand_cli_from_dict(commands).main()
