@@ -23,6 +23,8 @@ def view_of(camera: Cameras, downscale: int = 1, pose: Tensor | None = None) -> 
     Raises:
         ValueError: More than one camera, or not a pinhole.
     """
+    if camera.camera_to_worlds.device.type != "cpu":  # the viewer's
+        camera = camera.to("cpu")
     if camera.camera_to_worlds.reshape(-1, 3, 4).shape[0] != 1:
         raise ValueError(f"One camera at a time, not {tuple(camera.shape)}")
     camera_type = int(camera.camera_type.flatten()[0])

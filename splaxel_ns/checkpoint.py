@@ -281,7 +281,7 @@ def plain(value: Any, where: str = "checkpoint") -> Any:
         TypeError: Something in it is neither a tensor nor a plain value; the message says where.
     """
     if isinstance(value, Tensor):
-        tensor = value.detach()
+        tensor = value.detach().cpu()
         # A view would be written with the whole storage behind it.
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
     if value is None or type(value) in (bool, int, float, str):

@@ -92,14 +92,20 @@ class Pending:
 class World:
     """The ranks of this job; a job of one process is a world of one and sends nothing.
 
+    Tensors may be on the CPU, which Gloo serves, or on this rank's GPU, which NCCL serves; a call's are on the same on
+    all ranks. NCCL works on a stream of its own, ordered by events: what is drawn after `start` overlaps with the
+    exchange, and `Pending.wait` holds up the GPU's stream, not the host. The time that takes is not counted.
+
     Args:
         rank: This process, 0 to size - 1.
         size: R, number of ranks.
+        cpu_group: Who serves tensors on the CPU, if the job's own group does not.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, cpu_group: Any = None) -> None:
         self.rank = rank
         self.size = size
+        self._cpu_group = cpu_group
         self.counters = Counters()
         self._homes: list[tuple[int, int]] = []  # of each rank, its machine and its process there
 
@@ -167,7 +173,7 @@ class World:
             return tensor[None].clone()
         out = tensor.new_empty((self.size, *tensor.shape))
         with self.waiting(kind):
-            dist.all_gather(list(out.unbind(0)), tensor.contiguous())
+            dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self._group(tensor))
         others = (self.size - 1) * tensor.nbytes
         self.counters.add(kind, others, others, self.size - 1)
         return out
@@ -216,7 +222,7 @@ class World:
         """
         if self.size > 1:
             with self.waiting(kind):
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=self._group(tensor))
             # As a ring moves them: twice the tensor, less the part that is at home.
             moved = 2 * tensor.nbytes * (self.size - 1) // self.size
             self.counters.add(kind, moved, moved, 2 * (self.size - 1))
@@ -230,11 +236,15 @@ class World:
         """
         if self.size > 1:
             with self.waiting(kind):
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor, 0, group=self._group(tensor))
             moved = tensor.nbytes
             sent, received = (moved * (self.size - 1), 0) if self.is_main else (0, moved)
             self.counters.add(kind, sent, received, self.size - 1 if self.is_main else 0)
         return tensor
+
+    def _group(self, tensor: Tensor) -> Any:
+        """Who serves this tensor; None: the job's group."""
+        return self._cpu_group if tensor.device.type == "cpu" else None
 
     def text_from_main(self, text: str) -> str:
         """Rank 0's string."""
@@ -268,8 +278,8 @@ class World:
             kind: What is sent, for the counters and for error messages.
         """
         kept = [tensor.contiguous() for tensor in sends.values()]
-        operations = [dist.P2POp(dist.irecv, buffer, source) for source, buffer in receives.items()]
-        operations += [dist.P2POp(dist.isend, t, target) for t, target in zip(kept, sends, strict=True)]
+        operations = [dist.P2POp(dist.irecv, b, source, self._group(b)) for source, b in receives.items()]
+        operations += [dist.P2POp(dist.isend, t, target, self._group(t)) for t, target in zip(kept, sends, strict=True)]
         works: list[Any] = []
         if operations:
             with self.waiting(kind):
@@ -338,6 +348,11 @@ def _gone(pid: int) -> bool:
         return True
 
 
+def _backends() -> str:
+    """NCCL joins when it is first used, so it costs nothing where ranks draw on the CPU."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
 def _join() -> World:
     if not dist.is_available():
         return World()
@@ -351,7 +366,9 @@ def _join() -> World:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             stop_with_launcher()
         store = rendezvous.meet(rendezvous.open_store(rank, size, TIMEOUT), rank, size)
-        dist.init_process_group(backend="gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    joined = World(dist.get_rank(), dist.get_world_size())
+        dist.init_process_group(backend=_backends(), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    # nerfstudio's own processes have met under NCCL alone.
+    cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT) if "cpu:" not in dist.get_backend_config() else None
+    joined = World(dist.get_rank(), dist.get_world_size(), cpu_group)
     joined.introduce()
     return joined

@@ -40,15 +40,15 @@ def composite(colors: Tensor, transmittances: Tensor, background: Tensor) -> Ten
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Refuse an argument that is not a float32 tensor on the CPU.
+    """Refuse an argument that is not a float32 tensor on the CPU or a GPU.
 
     Raises:
         ValueError: Naming the argument.
     """
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, not {type(value).__name__}")
-    if value.dtype != torch.float32 or value.device.type != "cpu":
-        raise ValueError(f"{name} must be float32 on the CPU, not {value.dtype} on {value.device}")
+    if value.dtype != torch.float32 or value.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be float32 on the CPU or a GPU, not {value.dtype} on {value.device}")
 
 
 def check_background(background: Tensor) -> None:

@@ -64,7 +64,7 @@ def make_method(name: str, description: str, exchange: Exchange = "selective") -
                 ),
             },
         },
-        machine=MachineConfig(device_type="cpu"),
+        machine=MachineConfig(device_type="cuda"),  # a wish: where there is no GPU to use, the CPU is
         # More thumbnails than this would have all photographs decoded for the viewer alone.
         viewer=ViewerConfig(num_rays_per_chunk=1 << 15, max_num_display_images=64),
         vis="viewer+tensorboard",

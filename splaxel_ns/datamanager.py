@@ -22,7 +22,7 @@ from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatama
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.utils.rich_utils import CONSOLE
 
-from splaxel_ns import comm
+from splaxel_ns import comm, cuda
 from splaxel_ns.dataparsers.matrixcity import MatrixCityDataParserConfig
 from splaxel_ns.dataset import SplaxelDataset
 from splaxel_ns.photo_cache import AUTOMATIC_SHARE, GIB, PhotoCache, available_memory
@@ -323,13 +323,15 @@ class SplaxelDatamanager(FullImageDatamanager[SplaxelDataset]):
 
     def _view(self, dataset: SplaxelDataset, index: int, keep: bool) -> TrainView:
         data = dataset.get_data(index, "uint8", keep=keep)
-        data["image"] = data["image"].to(self.device)
+        for name in ("image", "mask"):
+            if name in data:
+                data[name] = cuda.upload(data[name], torch.device(self.device))
         return self._camera(dataset, index), data
 
     def _camera(self, dataset: SplaxelDataset, index: int) -> Cameras:
         key = (dataset is self.train_dataset, index)
         if key not in self._cameras:  # taking one out of many costs more than a small kernel
-            camera = dataset.cameras[index : index + 1].to(self.device)
+            camera = dataset.cameras[index : index + 1].to("cpu")  # where views are planned
             camera.metadata = {**(camera.metadata or {}), "cam_idx": index}
             self._cameras[key] = camera
         return copy(self._cameras[key])

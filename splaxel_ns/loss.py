@@ -88,7 +88,9 @@ def color_corrected(pred: Tensor, target: Tensor, mask: Tensor | None = None) ->
         [H, W, 3]; NaN where no warp can be fitted: a render of one colour, or fewer pixels than coefficients.
     """
     _check_pair(pred, target, mask)
-    counts = torch.ones(pred.shape[:2], dtype=torch.bool) if mask is None else mask[..., 0]  # [H, W]
+    counts = (
+        torch.ones(pred.shape[:2], dtype=torch.bool, device=pred.device) if mask is None else mask[..., 0]
+    )  # [H, W]
     corrected = pred.detach().clone()
     pixels = corrected[counts]  # [M, 3]
     if len(pixels) < WARP_COEFFICIENTS:
@@ -150,6 +152,7 @@ def lpips(metric: Any, pred: Tensor, target: Tensor, mask: Tensor | None = None)
     if mask is not None:
         pred = torch.where(mask, pred, 0.0)
         target = torch.where(mask, target, 0.0)
+    metric.to(pred.device)
     with torch.no_grad():
         value = float(metric(pred.permute(2, 0, 1)[None].clamp(0, 1), target.permute(2, 0, 1)[None].clamp(0, 1)))
     metric.reset()

@@ -1,4 +1,4 @@
-"""Growing by sampling: "3D Gaussian Splatting as Markov Chain Monte Carlo" (Kheradmand et al., 2024), on the CPU.
+"""Growing by sampling: "3D Gaussian Splatting as Markov Chain Monte Carlo" (Kheradmand et al., 2024).
 
 Gaussians that have become transparent are moved to where opaque ones are, the number grows by 5 % at a time up to a
 cap, and every step adds noise to the means of the transparent ones. gsplat's strategy with a relocation that needs no
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import normalize
 
+from splaxel_ns import cuda
 from splaxel_ns.comm import World
 from splaxel_ns.strategy import RefineReport, crosses, derived_seed
 
@@ -49,7 +50,7 @@ class McmcReport(RefineReport):
 
 @dataclass
 class SplaxelMCMCStrategy(MCMCStrategy):
-    """`MCMCStrategy` on the CPU, once per step after the optimisers; steps of the base class's fields are images here.
+    """`MCMCStrategy` with a relocation of its own, once per step after the optimisers; its steps are images here.
 
     A cap below the number of Gaussians removes none.
     """
@@ -240,7 +241,7 @@ def draw(weights: Tensor, num: int, generator: torch.Generator) -> Tensor:
         [M] int64. Weights of zero are never drawn.
     """
     sums = weights.double().cumsum(0)
-    points = torch.rand(num, generator=generator, dtype=torch.float64) * sums[-1]
+    points = torch.rand(num, generator=generator, dtype=torch.float64).to(sums.device) * sums[-1]
     last = int((weights > 0).nonzero()[-1])  # where rounding puts a point at the very end
     return torch.searchsorted(sums, points, right=True).clamp_max(last)
 
@@ -263,7 +264,7 @@ def shared_out(opacities: Tensor, scales: Tensor, copies: Tensor) -> tuple[Tenso
     before = opacities.double().clamp(1e-12, 1.0 - torch.finfo(torch.float32).eps)
     n = copies.clamp(1, MAX_COPIES)
     after = -torch.expm1(torch.log1p(-before) / n)
-    coefficients = _coefficients()
+    coefficients = _coefficients().to(copies.device)
     total = torch.zeros_like(before)
     for k in range(int(n.max()) if len(n) else 0, 0, -1):
         total = (total + coefficients[n, k]) * after
@@ -291,7 +292,11 @@ def add_position_noise(params: Any, scale: float, seed: int, step: int) -> None:
         return
     opacities = torch.sigmoid(params["opacities"].flatten())
     gate = torch.sigmoid(GATE_SLOPE * (GATE_OPACITY - opacities))
-    moving = (gate > GATE_CLOSED).nonzero()[:, 0]  # [M]
+    if cuda.on_gpu(gate):  # which ones they are would be waited for
+        moving = torch.arange(len(gate), device=gate.device)
+        gate = torch.where(gate > GATE_CLOSED, gate, 0.0)
+    else:
+        moving = (gate > GATE_CLOSED).nonzero()[:, 0]  # [M]
     if len(moving) == 0:
         return
     noise = normal_noise(seed, step, moving) * (gate[moving] * scale)[:, None]
@@ -311,7 +316,7 @@ def normal_noise(seed: int, step: int, indices: Tensor) -> Tensor:
         [M, 3] float32.
     """
     key = derived_seed(seed, step, 1) << 32 | derived_seed(seed, step, 2)
-    counters = 3 * indices[:, None] + torch.arange(1, 4)  # [M, 3]
+    counters = 3 * indices[:, None] + torch.arange(1, 4, device=indices.device)  # [M, 3]
     bits = mixed(counters * _signed(0x9E3779B97F4A7C15) + _signed(key))
     low, high = bits & 0xFFFFFFFF, (bits >> 32) & 0xFFFFFFFF
     radius = torch.sqrt(-2.0 * torch.log((high.double() + 0.5) / 2**32))  # Box and Muller

@@ -1,4 +1,4 @@
-"""splatfacto's model, rendered in convex partitions by our own ops on the CPU.
+"""splatfacto's model, rendered in convex partitions by our own ops.
 
 Shapes: N Gaussians, P partitions, K SH coefficients, H x W pixels.
 """
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from splaxel_ns import cameras as camera_views
+from splaxel_ns import cuda
 from splaxel_ns.agreement import LiveView
 from splaxel_ns.compared import ComparedGaussians
 from splaxel_ns.compositing import expected_depth
@@ -222,14 +223,18 @@ class SplaxelModel(ComparedGaussians):
         rendered = render_view(gaussians, view, partitions, background, self.render_options(), mask)
         if index is not None:
             self.saturation.update(index, view, rendered.plan, rendered.partials.transmittances, self.tree)
-        if self.training and rendered.stats.num_splats == 0:
+        if self.training and not cuda.on_gpu(rendered.rgb):  # there it is too early to ask
+            self._say_if_empty(rendered.stats)
+        return rendered
+
+    def _say_if_empty(self, stats: cuda.RasterStats) -> None:
+        if stats.num_splats == 0:
             self._say_once(
                 "empty",
-                f"[yellow]A view sees none of the {len(gaussians)} Gaussians; its picture is the background. The near "
+                f"[yellow]A view sees none of the {self.num_points} Gaussians; its picture is the background. The near "
                 f"plane is at {float(self.near_plane):.4g}: set --pipeline.model.near-plane if the scene is nearer, "
                 "else check the poses and the point cloud.",
             )
-        return rendered
 
     def get_outputs(self, camera: Cameras) -> dict[str, Any]:
         """Draw one camera's view.
@@ -317,14 +322,15 @@ class SplaxelModel(ComparedGaussians):
         height, width = rgb.shape[:2]
         if flight is None or flight.crop is None:
             return self._apply_bilateral_grid(rgb[None], int(index), height, width)[0]
-        y = flight.crop.of(torch.linspace(0, 1, flight.view.height)[:, None].expand(-1, flight.view.width))
-        x = flight.crop.of(torch.linspace(0, 1, flight.view.width).expand(flight.view.height, -1))
+        whole = (flight.view.height, flight.view.width)
+        rows, columns = (torch.linspace(0, 1, length, device=rgb.device) for length in whole)
+        y, x = flight.crop.of(rows[:, None].expand(whole)), flight.crop.of(columns.expand(whole))
         values = {"grids": self.bil_grids.grids if grids is None else grids}
 
         def colors_of(*args: Tensor) -> Tensor:
             return functional_call(self.bil_grids, values, args)
 
-        xy, chosen = torch.stack([x, y], dim=-1)[None], torch.tensor(int(index))
+        xy, chosen = torch.stack([x, y], dim=-1)[None], torch.tensor(int(index), device=rgb.device)
         return slice_grid(colors_of, xy, rgb[None], chosen)["rgb"][0]
 
     def _outputs(self, rgb: Tensor, alpha: Tensor, depth: Tensor, background: Tensor) -> dict[str, Any]:
@@ -341,6 +347,9 @@ class SplaxelModel(ComparedGaussians):
 
     def _background_for(self, camera: Cameras) -> Tensor:
         """[3]. Random ones are a function of seed, step and view: any rank and any resumed run draws the same."""
+        return cuda.upload(self._background_color(camera), self.device)
+
+    def _background_color(self, camera: Cameras) -> Tensor:
         if self.config.background_color != "random":
             return get_color(self.config.background_color)
         if not self.training:
@@ -365,8 +374,8 @@ class SplaxelModel(ComparedGaussians):
 
     def _outputs_for_viewer(self, camera: Cameras) -> dict[str, Any]:
         """What the viewer's panel asks for: the whole picture, or one partition's partial image over black."""
-        empty = torch.zeros(int(camera.height.flatten()[0]), int(camera.width.flatten()[0]))
-        black = torch.zeros(3)
+        empty = torch.zeros(int(camera.height.flatten()[0]), int(camera.width.flatten()[0]), device=self.device)
+        black = torch.zeros(3, device=self.device)
         try:
             view = self.view_of(camera)
         except ValueError as error:  # raised, it would end the viewer's thread
@@ -429,7 +438,12 @@ class SplaxelModel(ComparedGaussians):
                 self.info, self._target_made = {}, None
                 return
             self.info |= view_info(flight.cut, flight.view, flight.stats) | {"n_cameras": self.batch_size}
+        if self.notes_shown:
+            seen = self.info["extents"][:, 0] > 0
+            self.shown = seen if self.shown is None else self.shown | seen
         self.strategy.update(self.strategy_state, self.info, self.images, self.info.get("mask"))
+        if self.flight is None and cuda.on_gpu(self.means):
+            self._say_if_empty(self.info["stats"])
         self.info = {}
         self._target_made = None
 

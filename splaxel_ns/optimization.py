@@ -35,7 +35,7 @@ class BatchOptimizers(Optimizers):
 
     def __init__(self, config: dict[str, Any], param_groups: dict[str, list[Parameter]], batch_size: int) -> None:
         super().__init__({name: _for_batch(group, batch_size) for name, group in config.items()}, param_groups)
-        self._gaussians: GaussianUpdate | None = None
+        self._gaussians: GaussianUpdate | RowUpdate | None = None
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 if "betas" in group:
@@ -44,7 +44,8 @@ class BatchOptimizers(Optimizers):
                     group["fused"] = True  # one pass over the parameters instead of ten
 
     def fuse(self, model: PartitionedGaussians, only_visible: bool) -> str | None:
-        """Move the Gaussians from the gradients of their splats, without gradients of parameters, if that is possible.
+        """Move the Gaussians by kernels of our own, if that is possible: on the CPU from the gradients of their splats,
+        without gradients of parameters; on a GPU from autograd's.
 
         Args:
             model: Whose views wait for the step from now on.
@@ -53,7 +54,8 @@ class BatchOptimizers(Optimizers):
         Returns:
             None, or why autograd's gradients and torch's Adam are used, which moves every Gaussian at each step.
         """
-        if model.config.sh_degree == 0:
+        update = RowUpdate if cuda.on_gpu(model.means) else GaussianUpdate
+        if model.config.sh_degree == 0 and update is GaussianUpdate:
             return "colours without spherical harmonics have a parameter of another kind"
         for name in GAUSSIANS:
             optimizer, max_norm = self.optimizers[name], self.config[name]["optimizer"].max_norm
@@ -62,14 +64,14 @@ class BatchOptimizers(Optimizers):
                 return f"the optimiser of {name} is not plain Adam"
             if numbers["weight_decay"] or numbers["amsgrad"] or numbers["maximize"]:
                 return f"the optimiser of {name} is Adam with weight decay, amsgrad or maximize"
-        self._gaussians = GaussianUpdate(model, {name: self.optimizers[name] for name in GAUSSIANS}, only_visible)
+        self._gaussians = update(model, {name: self.optimizers[name] for name in GAUSSIANS}, only_visible)
         return None
 
     def zero_grad_all(self) -> None:
         """Forget all gradients."""
         super().zero_grad_all()
         if self._gaussians is not None:
-            self._gaussians.gradients.clear()
+            self._gaussians.clear()
 
     def optimizer_step_all(self) -> None:
         """One step of every optimiser."""
@@ -113,6 +115,10 @@ class GaussianUpdate:
         self.gradients = model.step_gradients = cuda.StepGradients()
         self._calls = 0
 
+    def clear(self) -> None:
+        """Forget the views of the step."""
+        self.gradients.clear()
+
     def step(self) -> int:
         """Move the Gaussians, and forget the gradients.
 
@@ -121,14 +127,13 @@ class GaussianUpdate:
         """
         params = [self.model.gauss_params[name] for name in GAUSSIANS]
         states = [_adam_state(self.optimizers[name], param) for name, param in zip(GAUSSIANS, params, strict=True)]
-        numbers = [self.optimizers[name].param_groups[0] for name in GAUSSIANS]
         gaussians = self.model.detached(self.gradients)
         steps = int(states[0]["step"]) + 1
         cuda.update_gaussians(
             params,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
-            [cuda.AdamSettings(float(n["lr"]), n["betas"][0], n["betas"][1], n["eps"]) for n in numbers],
+            [_adam_settings(self.optimizers[name]) for name in GAUSSIANS],
             gaussians.scales,
             gaussians.opacities,
             self.gradients,
@@ -143,11 +148,58 @@ class GaussianUpdate:
         return self._calls
 
 
+class RowUpdate:
+    """Steps the six Adams of the Gaussians' parameters on a GPU, from the gradients that autograd has left.
+
+    Args: as of `GaussianUpdate`.
+    """
+
+    def __init__(
+        self, model: PartitionedGaussians, optimizers: dict[str, torch.optim.Optimizer], only_visible: bool
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        model.notes_shown = only_visible
+        self._steps: int | None = None  # Adam's own count is on the GPU
+        self._calls = 0
+
+    def clear(self) -> None:
+        """Forget the views of the step."""
+        self.model.shown = None
+
+    @torch.no_grad()
+    def step(self) -> int:
+        """Move the Gaussians; as `GaussianUpdate.step`."""
+        visible = self.model.shown
+        if self.model.notes_shown and visible is None:  # no view of the step was this rank's
+            visible = torch.zeros(self.model.num_points, dtype=torch.bool, device=self.model.device)
+        if self._steps is None:
+            self._steps = int(_adam_state(self.optimizers["means"], self.model.gauss_params["means"])["step"])
+        self._steps += 1
+        for name in GAUSSIANS:
+            param = self.model.gauss_params[name]
+            state = _adam_state(self.optimizers[name], param)
+            # Without a gradient the moments go on moving, as those of the other ranks' Gaussians do.
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            settings = _adam_settings(self.optimizers[name])
+            cuda.adam_rows(param, state["exp_avg"], state["exp_avg_sq"], grad, settings, self._steps, visible)
+            state["step"].fill_(self._steps)
+            param.grad = None
+        self.model.shown = None
+        self._calls += 1
+        return self._calls
+
+
+def _adam_settings(optimizer: torch.optim.Optimizer) -> cuda.AdamSettings:
+    numbers = optimizer.param_groups[0]
+    return cuda.AdamSettings(float(numbers["lr"]), numbers["betas"][0], numbers["betas"][1], numbers["eps"])
+
+
 def _adam_state(optimizer: torch.optim.Optimizer, param: Parameter) -> dict[str, torch.Tensor]:
     """The state of torch's Adam, as it makes it at its first step."""
     state = optimizer.state[param]
     if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)  # where torch's fused Adam has it
         state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     return state

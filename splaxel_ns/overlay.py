@@ -41,13 +41,14 @@ class Overlay:
         plan, passed = rendered.plan, rendered.partials.transmittances.detach()
         if shown is not None and shown not in plan.order:
             return torch.zeros_like(rendered.rgb)
-        columns = torch.arange(rendered.rgb.shape[1])
-        spans = plan.spans[list(plan.order)]
+        device = rendered.rgb.device
+        columns = torch.arange(rendered.rgb.shape[1], device=device)
+        spans = plan.spans[list(plan.order)].to(device)
         regions = (columns >= spans[..., :1]) & (columns < spans[..., 1:])  # [Q, H, W]
         in_front = torch.cat([torch.ones_like(passed[:1]), passed.cumprod(dim=0)])[:-1]  # [Q, H, W]
-        colors = torch.tensor(list(self.colors))[list(plan.order)][:, None, None] / 255.0  # [Q, 1, 1, 3]
+        colors = torch.tensor(list(self.colors), device=device)[list(plan.order)][:, None, None] / 255.0  # [Q, 1, 1, 3]
         saturated = (in_front < eps)[..., None] & self.saturation
-        paint = torch.where(saturated, GREY, colors) * regions[..., None]  # [Q, H, W, 3]
+        paint = torch.where(saturated, GREY.to(device), colors) * regions[..., None]  # [Q, H, W, 3]
         picture, paints, number = rendered.rgb, paint.sum(dim=0), regions.sum(dim=0)[..., None]
         if shown is not None:
             index = plan.order.index(shown)

@@ -110,7 +110,7 @@ class PartitionTree:
         if within is not None and len(within) < self.num_partitions:
             if len(within) == 1:
                 return torch.full((len(points),), within.start, dtype=torch.int32, device=points.device)
-            lo, hi = self.box_of(within)
+            lo, hi = (cuda.upload(side, points.device) for side in self.box_of(within))
             points = points.clamp(min=lo, max=torch.nextafter(hi, torch.full_like(hi, -math.inf)))
         if points.device.type == "cpu" and points.dtype == torch.float32:
             return cuda.locate(points, self.axis, self.threshold, self.children)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -21,9 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.cuda.amp.grad_scaler import GradScaler
 
+from splaxel_ns import comm, cuda
 from splaxel_ns.checkpoint import MAX_STEP, read_verified_before, verify_for_evaluation
 from splaxel_ns.comm import FailedTogether
-from splaxel_ns.cuda import _backend
+from splaxel_ns.devices import choose_device
 from splaxel_ns.gaussian_rows import GAUSSIANS
 from splaxel_ns.shards import read_rows
 from splaxel_ns.stats import StepStats
@@ -87,8 +89,7 @@ class SplaxelPipeline(VanillaPipeline):
 
     Args:
         config: What to build.
-        device: Where nerfstudio would like it; everything is on the CPU for now, and another wish is answered with one
-            sentence.
+        device: Where nerfstudio would like it: "cpu", or "cuda", which is taken where it can be (`choose_device`).
         test_mode: nerfstudio's: "val" to train, "test" to evaluate, "inference" to need no photographs.
         world_size: Number of processes; 1.
         local_rank: This process on its machine; 0.
@@ -107,15 +108,11 @@ class SplaxelPipeline(VanillaPipeline):
         local_rank: int = 0,
         grad_scaler: GradScaler | None = None,
     ) -> None:
-        has_gpu = torch.device(device).type != "cpu" or torch.cuda.is_available()
-        CONSOLE.print(
-            f"splaxel renders on the CPU (threads: {torch.get_num_threads()})"
-            + (": it has no CUDA kernels yet, the GPU stays unused." if has_gpu else ".")
-        )
-        # Compiled here, if need be: the viewer's first picture would be drawn in its thread, which an error ends.
-        _backend.load()
+        # Kernels are compiled here, if need be: the viewer's first picture would be drawn in its thread, which an error
+        # ends.
+        own = str(choose_device(device, comm.world()))
         # A world of one: the stock pipeline would wrap the model in DistributedDataParallel on the GPU `local_rank`.
-        super().__init__(config, "cpu", test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
+        super().__init__(config, own, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         self.world_size = world_size
         self.model.set_training_views(self.datamanager.train_dataset.cameras, self.datamanager.config.batch_size)
         self.model.keep_own_share()
@@ -148,16 +145,18 @@ class SplaxelPipeline(VanillaPipeline):
             # Participants decide which views may share a bucket; they only change between epochs (design: ranks agree).
             self.datamanager.set_participants(self.model.participants_for(self.datamanager.train_dataset.cameras))
         views = self._next_views(step)
-        results: list[dict[str, Tensor]] = [{} for _ in views]
+        landed: list[Callable[[], dict[str, Tensor]]] = [dict for _ in views]
         flights: deque[tuple[int, Flight | None]] = deque()
         depth = self.model.config.in_flight if self.model.is_shared else 1
         for number, (camera, _) in enumerate(views):
             flights.append((number, self.model.begin(camera)))
             if len(flights) == depth:
                 number, flight = flights.popleft()
-                results[number] = self._land(step, *views[number], flight, len(views))
+                landed[number] = self._land(step, *views[number], flight, len(views))
         for number, flight in flights:
-            results[number] = self._land(step, *views[number], flight, len(views))
+            landed[number] = self._land(step, *views[number], flight, len(views))
+        # Of a GPU's views only here: it has the last backward pass to do meanwhile.
+        results = [read() for read in landed]
         if self.model.is_shared:
             results = self._together(step, results, views)
         terms = [name for name in results[0] if name.startswith("loss")]
@@ -187,30 +186,58 @@ class SplaxelPipeline(VanillaPipeline):
                 if not self.model.is_shared:
                     raise
                 self._unread = str(error)
-        black = torch.zeros(int(camera.height[0]), int(camera.width[0]), 3, dtype=torch.uint8)
+        size = (int(camera.height[0]), int(camera.width[0]), 3)
+        black = torch.zeros(size, dtype=torch.uint8, device=self.model.device)
         return {"image": black, "image_idx": int((camera.metadata or {})["cam_idx"])}
 
     def _land(
         self, step: int, camera: Cameras, batch: dict[str, Any], flight: Flight | None, num_views: int
-    ) -> dict[str, Tensor]:
-        """Loss and gradients of a view that has begun: "loss", "loss TERM" and metrics, or of several ranks shares."""
+    ) -> Callable[[], dict[str, Tensor]]:
+        """Loss and gradients of a view that has begun.
+
+        Returns:
+            A function that waits for what they have come to: "loss", "loss TERM" and metrics, or of several ranks
+            shares; on the CPU.
+        """
         outputs = self.model.finish(camera, flight)
-        result: dict[str, Tensor] = {}
+        result: dict[str, Any] = {}
+        read: Callable[[], dict[str, Tensor]] = dict
         if outputs:
             if "image" not in batch:
                 batch = self._photograph_of(camera)
             metrics_dict = self.model.get_metrics_dict(outputs, batch)
             loss_dict = self.model.get_loss_dict(outputs, batch, metrics_dict)
             loss = torch.stack([torch.as_tensor(term) for term in loss_dict.values()]).sum()
-            self._require_finite(loss, loss_dict, step, batch)
+            result = {"loss": loss} | {f"loss {name}": term for name, term in loss_dict.items()} | metrics_dict
+            read = self._on_the_way(result, step, batch)
             if loss.requires_grad:  # a view without a single Gaussian has no graph
                 start = perf_counter()
                 (loss / num_views).backward()
                 if self.model.renderer is not None:
                     self.model.renderer.times.backward += perf_counter() - start
-            result = {"loss": loss.detach()} | {f"loss {name}": term for name, term in loss_dict.items()} | metrics_dict
         self.model.after_backward(camera)
-        return _detached(result)
+        return read
+
+    def _on_the_way(self, result: dict[str, Any], step: int, batch: dict[str, Any]) -> Callable[[], dict[str, Tensor]]:
+        """A view's numbers; those of a GPU set out before its backward pass does, and are looked at when they are read.
+
+        Raises:
+            FloatingPointError: The loss is not finite; here or, if it comes from a GPU, when it is read.
+        """
+        values = _detached(result)
+        name = self._view_name(batch)
+        far = [key for key, value in values.items() if cuda.on_gpu(value)]
+        if not far:
+            self._require_finite(values, step, name)
+            return lambda: values
+        later = cuda.Later(torch.stack([values[key] for key in far]))
+
+        def read() -> dict[str, Tensor]:
+            here = values | dict(zip(far, later.get().unbind(), strict=True))
+            self._require_finite(here, step, name)
+            return here
+
+        return read
 
     def _together(
         self, step: int, shares: list[dict[str, Tensor]], views: list[tuple[Cameras, dict[str, Any]]]
@@ -232,7 +259,8 @@ class SplaxelPipeline(VanillaPipeline):
         regularizers = model.regularizers()
         if regularizers:
             total = torch.stack(list(regularizers.values())).sum()
-            self._require_finite(total, regularizers, step, {})
+            terms = {"loss": total} | {f"loss {name}": term for name, term in regularizers.items()}
+            self._require_finite(_detached(terms), step, self._view_name({}))
             if total.requires_grad:
                 total.backward()
         for name, parameter in model.named_parameters():
@@ -243,7 +271,7 @@ class SplaxelPipeline(VanillaPipeline):
         names = ("loss", "squared_error")
         zero = torch.zeros(())
         rows = [torch.stack([share.get(name, zero) for name in names]) for share in shares]  # B x [2]
-        extra = [torch.as_tensor(term).detach().float() for term in regularizers.values()]
+        extra = [torch.as_tensor(term).detach().float().cpu() for term in regularizers.values()]
         failed = torch.tensor([float(self._unread is not None), float(self._diverged is not None)])
         table = world.sum(torch.cat([torch.stack(rows).flatten(), *[value.reshape(1) for value in extra], failed]))
         if table[-1] > 0:
@@ -263,12 +291,14 @@ class SplaxelPipeline(VanillaPipeline):
             results.append(result | {name: torch.tensor(value) for name, value in shared.items()})
         return results
 
-    def _require_finite(self, loss: Tensor, terms: dict[str, Tensor], step: int, batch: dict[str, Any]) -> None:
-        if torch.isfinite(loss) or self._diverged is not None:
+    def _require_finite(self, result: dict[str, Tensor], step: int, view: str) -> None:
+        """Refuse a loss that is not finite, among its terms "loss TERM"; of several ranks all learn of it together."""
+        if torch.isfinite(result["loss"]) or self._diverged is not None:
             return
-        shown = ", ".join(f"{name} {torch.as_tensor(value).item():g}" for name, value in terms.items())
+        terms = {name.removeprefix("loss "): value for name, value in result.items() if name.startswith("loss ")}
+        shown = ", ".join(f"{name} {value.item():g}" for name, value in terms.items())
         self._diverged = (
-            f"The loss became {loss.item():g} at step {step}, view {self._view_name(batch)} ({shown}). Training stops; "
+            f"The loss became {result['loss'].item():g} at step {step}, view {view} ({shown}). Training stops; "
             "checkpoints written before are untouched. Look at this photograph and its mask, or lower the learning "
             "rates (--optimizers.NAME.optimizer.lr)."
         )
@@ -339,6 +369,8 @@ class SplaxelPipeline(VanillaPipeline):
             for position, (camera, batch) in enumerate(data_loader):
                 started = perf_counter()
                 outputs = self.model.get_outputs_for_camera(camera)
+                if cuda.on_gpu(outputs["rgb"]):
+                    torch.cuda.synchronize(outputs["rgb"].device)
                 seconds = max(perf_counter() - started, 1e-9)
                 metrics, images = self.model.get_image_metrics_and_images(outputs, batch)
                 num_pixels = outputs["rgb"].shape[0] * outputs["rgb"].shape[1]

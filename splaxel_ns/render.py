@@ -245,9 +245,9 @@ def rasterize(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Render Gaussians in convex partitions: partial images, composed front to back (paper, section 4).
 
-    All tensors are float32 on the CPU; parameters are activated, as for `gsplat.rasterization`. Differentiable in
-    means, quats, scales, opacities, sh, viewmat and background. Gaussians with a value that is not finite, in sh too,
-    are not drawn.
+    All tensors are float32, on the CPU or all on one GPU (where viewmat and K are better left on the CPU: views are
+    planned there); parameters are activated, as for `gsplat.rasterization`. Differentiable in means, quats, scales,
+    opacities, sh, viewmat and background. Gaussians with a value that is not finite, in sh too, are not drawn.
 
     Args:
         means: Centres, world units.  # [N, 3]
@@ -281,7 +281,7 @@ def rasterize(
         RuntimeError: The ops cannot be compiled here.
     """
     _check_tensors(means, quats, scales, opacities, sh, viewmat, K, background)
-    view = View(viewmat, K, _whole("width", width), _whole("height", height))
+    view = View(viewmat.cpu(), K.cpu(), _whole("width", width), _whole("height", height))
     if not (1 <= view.width <= MAX_SIDE and 1 <= view.height <= MAX_SIDE and view.width * view.height <= MAX_PIXELS):
         raise ValueError(
             f"width and height are {width} and {height}; each must be from 1 to {MAX_SIDE}, and the image have at most "

@@ -70,6 +70,10 @@ class PartitionedGaussians(SplatfactoModel):
         self._said: set[str] = set()
         self._partitions_made: tuple[Tensor, Tensor, tuple[Any, ...], Partitions] | None = None
         self.step_gradients: StepGradients | None = None
+        self.notes_shown = False
+        """Whether `shown` is wanted."""
+        self.shown: Tensor | None = None
+        """Gaussians that some view of the step saw.  # [N] bool"""
         self._detached_made: tuple[list[Tensor], list[int], Gaussians] | None = None
         half = 0.5 * config.random_scale
         if config.random_init:
@@ -114,7 +118,19 @@ class PartitionedGaussians(SplatfactoModel):
             "features_rest": torch.zeros(num, num_sh_bases(self.config.sh_degree) - 1, 3),
             "opacities": torch.logit(torch.full((num, 1), 0.1)),
         }
-        return {name: Parameter(tensors[name]) for name in GAUSS_PARAMS}
+        indicator = getattr(self, "device_indicator_param", None)  # made after the first Gaussians
+        device = "cpu" if indicator is None else indicator.device
+        return {name: Parameter(tensors[name].to(device)) for name in GAUSS_PARAMS}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move what is drawn. What plans views (boxes, near plane, poses) stays on the CPU: it is read all the time,
+        and nobody is to wait for a GPU to read it."""
+        super()._apply(fn, recurse)
+        for name in ("near_plane", *(f"tree_{part}" for part in TREE)):
+            self._buffers[name] = getattr(self, name).cpu()
+        for parameter in self.camera_optimizer.parameters():
+            parameter.data = parameter.data.cpu()
+        return self
 
     def partitions_wanted(self) -> int:
         """Boxes of a new model."""
@@ -235,7 +251,7 @@ class PartitionedGaussians(SplatfactoModel):
                     f"{list(getattr(value, 'shape', []))} for {self.num_points}"
                 )
             if key in self.strategy_state:
-                self.strategy_state[key] = None if value is None else value.clone()
+                self.strategy_state[key] = None if value is None else value.to(self.device, copy=True)
         self.step = state["step"]
 
     def load_state_dict(self, dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -263,7 +279,8 @@ class PartitionedGaussians(SplatfactoModel):
             )
         num = len(state["gauss_params.means"])
         for name in GAUSS_PARAMS:
-            self.gauss_params[name] = Parameter(torch.zeros(num, *self.gauss_params[name].shape[1:]))
+            old = self.gauss_params[name]
+            self.gauss_params[name] = Parameter(old.new_zeros(num, *old.shape[1:]))
         self._set_tree(tree)
         for key in STATISTICS:  # of other Gaussians
             if key in self.strategy_state:

@@ -201,7 +201,7 @@ class SplaxelStrategy(DefaultStrategy):
             report.refined = True
             if state["count"] is None and self.world.size > 1:  # this rank has seen nothing; others may have
                 for key in (key for key in STATISTICS if key in state):
-                    state[key] = torch.zeros(len(params["means"]))
+                    state[key] = torch.zeros(len(params["means"]), device=params["means"].device)
             if state["count"] is not None:
                 self._grow(params, optimizers, state, report)
                 self._prune(params, optimizers, state, report)
@@ -252,7 +252,8 @@ class SplaxelStrategy(DefaultStrategy):
             duplicate(params=params, optimizers=optimizers, state=state, mask=is_dupli)
         if report.num_split:
             is_split = torch.cat([is_split, is_split.new_zeros(report.num_duplicated)])
-            with torch.random.fork_rng(devices=[]):
+            device = params["means"].device
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(
                     derived_seed(self.seed, report.images, *([self.world.rank] if self.world.rank else []))
                 )

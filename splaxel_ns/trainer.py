@@ -116,7 +116,7 @@ class SplaxelTrainerConfig(TrainerConfig):
 
 
 class SplaxelTrainer(Trainer):
-    """Trains on the CPU, B views per step; `max_num_iterations` is the run's total number of steps, resumed or not.
+    """Trains B views per step; `max_num_iterations` is the run's total number of steps, resumed or not.
 
     Several ranks run the same steps at once; rank 0 writes files, shows the viewer and speaks.
 
@@ -138,7 +138,6 @@ class SplaxelTrainer(Trainer):
         self.world = comm.world()
         CONSOLE.quiet = not self.world.is_main
         super().__init__(config, local_rank, world_size)
-        self.device = "cpu"  # the pipeline says so
         self.stop_training = False
         self._complete = False
         self._saved_step: int | None = None
@@ -192,12 +191,13 @@ class SplaxelTrainer(Trainer):
             self.step = loaded["step"]
             return
         self.pipeline = self.config.pipeline.setup(
-            device=self.config.machine.device_type,
+            device=self.device,
             test_mode=test_mode,
             world_size=self.world_size,
             local_rank=self.local_rank,
             grad_scaler=self.grad_scaler,
         )
+        self.device = str(self.pipeline.device)
         self.batch_size: int = self.pipeline.datamanager.config.batch_size
         try:
             if loaded is not None:
@@ -434,7 +434,9 @@ class SplaxelTrainer(Trainer):
     def _gradient_norms(self) -> dict[str, Tensor]:
         named = self.pipeline.model.named_parameters()
         norms = {f"Gradients/{name}": value.grad.norm() for name, value in named if value.grad is not None}
-        return norms | {"Gradients/Total": torch.stack([*norms.values(), torch.zeros(())]).sum()}
+        return norms | {
+            "Gradients/Total": torch.stack([*(norm.cpu() for norm in norms.values()), torch.zeros(())]).sum()
+        }
 
     def _run_callbacks(self, step: int, location: TrainingCallbackLocation) -> None:
         for callback in self.callbacks:

@@ -25,6 +25,8 @@ SAMPLE = 4096
 they hold everything."""
 BULK_QUANTILE = 0.01
 BULK_MARGIN = 0.1
+EVERYTHING = 1e30
+"""World units: where a box this large ends, nobody looks; it fills every image."""
 
 
 def view_slope(K: Tensor, width: int, height: int) -> float:
@@ -71,12 +73,16 @@ def content_boxes(
         owner: [N] int32, `tree.locate(means)` where it is at hand.
     """
     means, scales = means.detach(), scales.detach()
+    if cuda.on_gpu(means) and tree.num_partitions == 1:  # finding out would wait for the GPU, and nobody else draws
+        everything = torch.tensor([-EVERYTHING, EVERYTHING])[:, None].expand(1, 1, 2, 3).contiguous()
+        return ContentBoxes(everything, torch.zeros(1, 1), math.inf, boundary)
     if owner is None:
         owner = tree.locate(means)
     stride = max(1, len(means) // SAMPLE)
     bulk, slice_axis = cuda.bulk_boxes(means, owner, tree.num_partitions, stride, BULK_QUANTILE, BULK_MARGIN)
     bounds, radii = cuda.content_bounds(means, scales, owner, bulk, slice_axis, slope)
-    return ContentBoxes(bounds, radii, slope, boundary)
+    # Views are planned on the CPU. From a GPU these few numbers are waited for, once per step.
+    return ContentBoxes(bounds.cpu(), radii.cpu(), slope, boundary)
 
 
 def plan_view(view: View, tree: PartitionTree, boxes: ContentBoxes, near: float) -> ViewPlan:
@@ -116,9 +122,9 @@ def tightened(plan: ViewPlan, splats: Splats, owner: Tensor, boundary: Boundary,
 
 
 def spans_of(splats: Splats, owner: Tensor, plan: ViewPlan, width: int) -> Tensor:
-    """[P, H, 2] int32: what each partition's splats can touch."""
+    """[P, H, 2] int32: what each partition's splats can touch. On the CPU: a GPU's projection is waited for."""
     num_partitions, height = plan.spans.shape[:2]
-    return cuda.splat_spans(splats.means2d, splats.extents, owner, num_partitions, width, height)
+    return cuda.splat_spans(splats.means2d, splats.extents, owner, num_partitions, width, height).cpu()
 
 
 def met_by(plan: ViewPlan, spans: Tensor) -> ViewPlan:

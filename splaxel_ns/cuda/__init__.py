@@ -6,6 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from splaxel_ns.cuda._backend import thresholds as thresholds
+    from splaxel_ns.cuda._device import Later as Later
+    from splaxel_ns.cuda._device import on_gpu as on_gpu
+    from splaxel_ns.cuda._device import upload as upload
+    from splaxel_ns.cuda._gsplat import extents_of as extents_of
     from splaxel_ns.cuda.rasterize import RasterStats as RasterStats
     from splaxel_ns.cuda.rasterize import rasterize_partials as rasterize_partials
     from splaxel_ns.cuda.rasterize import set_cpu_level as set_cpu_level
@@ -24,7 +29,6 @@ if TYPE_CHECKING:
     from splaxel_ns.cuda.splats import l1_ssim as l1_ssim
     from splaxel_ns.cuda.splats import project as project
     from splaxel_ns.cuda.splats import spherical_harmonics as spherical_harmonics
-    from splaxel_ns.cuda.splats import thresholds as thresholds
     from splaxel_ns.cuda.streams import Region as Region
     from splaxel_ns.cuda.streams import composite_streams as composite_streams
     from splaxel_ns.cuda.streams import pack_active as pack_active
@@ -41,6 +45,11 @@ if TYPE_CHECKING:
 
 # Each name and the module it comes from; loaded lazily, so that importing this package stays cheap.
 _HOME = {
+    "thresholds": "_backend",
+    "Later": "_device",
+    "on_gpu": "_device",
+    "upload": "_device",
+    "extents_of": "_gsplat",
     "RasterStats": "rasterize",
     "rasterize_partials": "rasterize",
     "set_cpu_level": "rasterize",
@@ -59,7 +68,6 @@ _HOME = {
     "l1_ssim": "splats",
     "project": "splats",
     "spherical_harmonics": "splats",
-    "thresholds": "splats",
     "Region": "streams",
     "composite_streams": "streams",
     "pack_active": "streams",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def load(device: torch.device | None = None) -> Any:
 
         _gpu_backend.load()
     return torch.ops.splaxel
+
+
+@cache
+def thresholds() -> dict[str, float]:
+    """The constants of include/common.h: alpha_min, alpha_max, stop, blur (px^2), clamp_margin, extent_slack."""
+    return dict(load().thresholds())
 
 
 def build_folder() -> Path:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from splaxel_ns.cuda import _backend
+from splaxel_ns.cuda import _backend, _device
 
 _BOUNDARIES = {"filter": 0, "exact": 1, "none": 2}  # enum class Boundary in csrc/rasterize.h
 
@@ -136,12 +136,12 @@ def rasterize_partials(
         raise ValueError(f"stop is {stop}; it must be a transmittance in [0, 1), 0 for none.")
     if saturated is not None:
         shape = (len(order), spans.shape[1], (width + 7) // 8)
-        saturated = _checked("saturated", saturated, shape, torch.uint8, device)
+        saturated = _device.upload(_checked("saturated", saturated, shape, torch.uint8, saturated.device), device)
     settings = (width, _BOUNDARIES[boundary], float(stop))
     out_colors, out_depths, transmittances, stats = _RasterizePartials.apply(
         *splats, owner, means, reach, view, saturated, settings, absgrad, count_clipped
     )
-    counts = _stats(stats, count_clipped) if stats.device.type == "cpu" else DeferredStats(stats, count_clipped)
+    counts = DeferredStats(stats, count_clipped) if _device.on_gpu(stats) else _stats(stats, count_clipped)
     return out_colors, out_depths, transmittances, cast(RasterStats, counts)
 
 
@@ -154,16 +154,16 @@ def _stats(stats: Tensor, count_clipped: bool) -> RasterStats:
 
 
 class DeferredStats:
-    """A `RasterStats` on a GPU: read when somebody asks, because reading waits for the device. Times are 0 there."""
+    """A `RasterStats` on its way from a GPU: whoever asks waits until the view has been drawn. Times are 0 there."""
 
     def __init__(self, stats: Tensor, count_clipped: bool) -> None:
-        self._tensor = stats
+        self._later = _device.Later(stats)
         self._count_clipped = count_clipped
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        value = getattr(_stats(self._tensor, self._count_clipped), name)
+        value = getattr(_stats(self._later.get(), self._count_clipped), name)
         setattr(self, name, value)
         return value
 
@@ -273,7 +273,7 @@ def _checked_view(
         torch.tensor(order, dtype=torch.int32),
         _checked("spans", spans, (parts, height, 2), torch.int32, spans.device),
     )
-    return tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
+    return tuple(_device.upload(tensor, device) for tensor in tensors)
 
 
 def _checked(

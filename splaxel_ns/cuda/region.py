@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from splaxel_ns.cuda import _backend
+from splaxel_ns.cuda import _backend, _device, _scene
 
 
 def locate(points: Tensor, axis: Tensor, threshold: Tensor, children: Tensor) -> Tensor:
@@ -46,6 +46,8 @@ def bulk_boxes(
     """
     _check("means", means, (len(means), 3))
     _check("owner", owner, (len(means),))
+    if _device.on_gpu(means):  # what is looked at comes to the CPU
+        means, owner, stride = means[::stride], owner[::stride], 1
     return _backend.load().bulk_boxes(_float(means), _int(owner), num_partitions, stride, quantile, margin)
 
 
@@ -72,6 +74,8 @@ def content_bounds(
     _check("owner", owner, (num,))
     _check("bulk", bulk, (num_partitions, 2, 3))
     _check("slice_axis", slice_axis, (num_partitions,))
+    if _device.on_gpu(means):
+        return _scene.content_bounds(means.detach(), scales.detach(), owner, bulk, slice_axis, float(slope))
     return _backend.load().content_bounds(
         _float(means), _float(scales), _int(owner), _float(bulk), _int(slice_axis), float(slope)
     )
@@ -124,6 +128,8 @@ def splat_spans(
     _check("means2d", means2d, (num, 2))
     _check("extents", extents, (num, 2))
     _check("owner", owner, (num,))
+    if _device.on_gpu(means2d):
+        return _scene.splat_spans(means2d.detach(), extents, owner, num_partitions, width, height)
     return _backend.load().splat_spans(_float(means2d), _float(extents), _int(owner), num_partitions, width, height)
 
 

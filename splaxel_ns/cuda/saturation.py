@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from splaxel_ns.cuda import _device
 from splaxel_ns.cuda._backend import load
 
 _WEIGHTS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
@@ -35,12 +36,16 @@ def pack_bits(pixels: Tensor) -> Tensor:
     """[..., W] bool -> [..., B] uint8; the bits beyond W are zero."""
     padding = -pixels.shape[-1] % 8
     padded = torch.nn.functional.pad(pixels.to(torch.uint8), (0, padding))
-    return (padded.unflatten(-1, (-1, 8)) * _WEIGHTS).sum(dim=-1, dtype=torch.uint8)
+    return (padded.unflatten(-1, (-1, 8)) * _weights(pixels.device)).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpack_bits(bits: Tensor, width: int) -> Tensor:
     """[..., B] uint8 -> [..., W] bool."""
-    return ((bits[..., None] & _WEIGHTS) != 0).flatten(-2)[..., :width]
+    return ((bits[..., None] & _weights(bits.device)) != 0).flatten(-2)[..., :width]
+
+
+def _weights(device: torch.device) -> Tensor:
+    return _device.upload(_WEIGHTS, device)
 
 
 def update_saturation(
@@ -52,6 +57,9 @@ def update_saturation(
     eps: float,
 ) -> tuple[Tensor, Tensor, SaturationCounts]:
     """Prune what became saturated at this visit and bring back what flipped. No gradients.
+
+    Masks live on the CPU, and so do all arguments and results; only transmittances may be on a GPU, which then does the
+    work (and is waited for).
 
     A pair outside its region is no pair: its bit is forgotten. A pair in the region of a partition that is not drawn,
     but not left out by its bit, stays unpruned.
@@ -66,7 +74,8 @@ def update_saturation(
         raise ValueError(f"transmittances must have the shape [Q, H, W], not {list(transmittances.shape)}.")
     height, width = transmittances.shape[1:]
     count = len(slots)
-    _check("transmittances", transmittances, tuple(transmittances.shape), torch.float32)
+    if transmittances.dtype != torch.float32:
+        raise ValueError(f"transmittances must be float32, not {str(transmittances.dtype)[6:]}.")
     _check("slots", slots, (count,), torch.int32)
     _check("spans", spans, (count, height, 2), torch.int32)
     _check("bits", bits, (count, height, (width + 7) // 8), torch.uint8)
@@ -75,7 +84,8 @@ def update_saturation(
         raise ValueError(f"slots are {slots.tolist()}, but {len(transmittances)} partitions were drawn.")
     if not 0 < eps < 1:
         raise ValueError(f"eps is {eps}; it must be a transmittance between 0 and 1.")
-    new_bits, new_budgets, counts = load().update_saturation(
+    update = _update_on_gpu if _device.on_gpu(transmittances) else load().update_saturation
+    new_bits, new_budgets, counts = update(
         transmittances.detach().contiguous(),
         slots.contiguous(),
         spans.contiguous(),
@@ -84,6 +94,41 @@ def update_saturation(
         eps,
     )
     return new_bits, new_budgets, SaturationCounts(*counts.unbind(dim=1))
+
+
+def _update_on_gpu(
+    transmittances: Tensor, slots: Tensor, spans: Tensor, bits: Tensor, budgets: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The op update_saturation where the transmittances are; csrc/saturation.cpp says what it does."""
+    device, (height, width) = transmittances.device, transmittances.shape[1:]
+    steps = 255.0
+    x = torch.arange(width, device=device)
+    span = _device.upload(spans, device)
+    region = (x >= span[..., :1]) & (x < span[..., 1:])  # [K, H, W]
+    was = unpack_bits(_device.upload(bits, device), width)
+    if int(was.sum()) != len(budgets):
+        raise ValueError(f"There are {len(budgets)} budgets for {int(was.sum())} pruned pairs.")
+    budget = torch.zeros(was.shape, dtype=torch.uint8, device=device)
+    budget[was] = _device.upload(budgets, device)
+    pruned, now = was & region, torch.zeros_like(was)
+    in_front = torch.ones(height, width, device=device)
+    for k, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        behind = in_front * transmittances[slot]
+        fresh = region[k] & ~was[k] & (in_front < eps)
+        taken = ((in_front - behind) / eps * steps + 0.5).clamp_max(steps).to(torch.uint8)
+        budget[k] = torch.where(fresh, taken, budget[k])
+        now[k] |= fresh
+        in_front = behind
+    residual = in_front
+    for k in range(len(slots)):
+        share = budget[k].float() * (eps / steps)
+        flips = pruned[k] & (residual > eps) & (residual >= share)
+        now[k] |= pruned[k] & ~flips
+        residual = torch.where(flips, residual - share, torch.where(pruned[k], 0.0, residual))
+    counts = torch.stack([region, pruned, pruned & ~now, region & ~now], dim=1).flatten(2).sum(dim=2)  # [K, 4]
+    return pack_bits(now).cpu(), budget[now].cpu(), counts.cpu()
 
 
 def _check(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

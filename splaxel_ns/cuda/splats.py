@@ -1,14 +1,13 @@
 """Projection, spherical harmonics, composition and loss: the ops around the rasteriser.
 
-Shapes: N Gaussians, K spherical-harmonics bases, Q participants of a view, H x W pixels. Everything is float32 on the
-CPU, for composition also on a GPU; pixel centres lie at +0.5; world_to_cam matrices and cameras are OpenCV's (x right,
-y down, z forward).
+Shapes: N Gaussians, K spherical-harmonics bases, Q participants of a view, H x W pixels. Everything is float32, on the
+CPU or all on one GPU (cameras may stay on the CPU); pixel centres lie at +0.5; world_to_cam matrices and cameras are
+OpenCV's (x right, y down, z forward).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,15 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from splaxel_ns.cuda import _backend
+from splaxel_ns.cuda import _backend, _device, _gsplat, _ssim
 
 SSIM_WINDOW = 11  # pixels, side of the SSIM window
-
-
-@cache
-def thresholds() -> dict[str, float]:
-    """The constants of include/common.h: alpha_min, alpha_max, stop, blur (px^2), clamp_margin, extent_slack."""
-    return dict(_backend.load().thresholds())
 
 
 def project(
@@ -60,18 +53,21 @@ def project(
     Raises:
         ValueError: a tensor has the wrong shape, type or device, or the camera is no pinhole camera.
     """
-    count = _rows("means", means)
+    count, device = _rows("means", means), means.device
     tensors = [
-        _checked("means", means, (count, 3)),
-        _checked("quats", quats, (count, 4)),
-        _checked("scales", scales, (count, 3)),
-        _checked("opacities", opacities, (count,)),
-        _checked("viewmat", viewmat, (4, 4)),
-        _checked("K", K, (3, 3)),
+        _checked("means", means, (count, 3), device=device),
+        _checked("quats", quats, (count, 4), device=device),
+        _checked("scales", scales, (count, 3), device=device),
+        _checked("opacities", opacities, (count,), device=device),
+        _checked("viewmat", viewmat, (4, 4), device=viewmat.device),
+        _checked("K", K, (3, 3), device=K.device),
     ]
     _check_camera(viewmat, K, width, height)
     if not 0 <= near < far:
         raise ValueError(f"near and far must satisfy 0 <= near < far, got near={near}, far={far}")
+    if _device.on_gpu(means):
+        near, far = float(near), float(far)
+        return _gsplat.project(means, quats, scales, opacities, viewmat, K, width, height, near, far, antialiased)
     return _Project.apply(*tensors, int(width), int(height), float(near), float(far), bool(antialiased))
 
 
@@ -120,13 +116,16 @@ def spherical_harmonics(
             f"shN must be [N, K - 1, 3] with K - 1 >= {(degree + 1) ** 2 - 1} for degree {degree}, got "
             f"{list(shN.shape)}"
         )
+    device = means.device
     tensors = [
-        _checked("means", means, (count, 3)),
-        _checked("cam_center", cam_center, (3,)),
-        _checked("sh0", sh0, (count, 1, 3)),
-        _checked("shN", shN, (count, shN.shape[1], 3)),
-        _checked("visible", visible, (count,), torch.bool),
+        _checked("means", means, (count, 3), device=device),
+        _checked("cam_center", cam_center, (3,), device=cam_center.device),
+        _checked("sh0", sh0, (count, 1, 3), device=device),
+        _checked("shN", shN, (count, shN.shape[1], 3), device=device),
+        _checked("visible", visible, (count,), torch.bool, device),
     ]
+    if _device.on_gpu(means):
+        return _gsplat.spherical_harmonics(degree, means, cam_center, sh0, shN, visible)
     return _SphericalHarmonics.apply(int(degree), *tensors)
 
 
@@ -237,20 +236,31 @@ def l1_ssim(
         )
     if not 0 <= ssim_lambda <= 1:
         raise ValueError(f"ssim_lambda must lie in 0..1, got {ssim_lambda}")
-    tensors = [_checked("pred", pred, (height, width, 3)), _checked("gt", gt, (height, width, 3))]
+    device = pred.device
+    tensors = [
+        _checked("pred", pred, (height, width, 3), device=device),
+        _checked("gt", gt, (height, width, 3), device=device),
+    ]
+    if _device.on_gpu(pred):
+        parts = _share_tensors(share, height, width, device)
+        return _ssim.l1_ssim(tensors[0], tensors[1], float(ssim_lambda), *parts)
     need_grad = torch.is_grad_enabled() and pred.requires_grad
-    parts: tuple[Any, ...] = (None, None, height, width)
-    if share is not None:
-        border = SSIM_WINDOW - 1
-        parts = (
-            _checked("pixels", share.pixels, (height, width))[..., None].expand(-1, -1, 3).contiguous(),
-            _checked("windows", share.windows, (height - border, width - border))[..., None]
-            .expand(-1, -1, 3)
-            .contiguous(),
-            share.height,
-            share.width,
-        )
-    return _L1Ssim.apply(*tensors, float(ssim_lambda), need_grad, parts)
+    pixels, windows, *size = _share_tensors(share, height, width, device)
+    if pixels is not None and windows is not None:
+        pixels, windows = (part[..., None].expand(-1, -1, 3).contiguous() for part in (pixels, windows))
+    return _L1Ssim.apply(*tensors, float(ssim_lambda), need_grad, (pixels, windows, *size))
+
+
+def _share_tensors(
+    share: LossShare | None, height: int, width: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Pixels [h, w] and windows [h - 10, w - 10] that count, or None for all; height and width of the whole image."""
+    if share is None:
+        return None, None, height, width
+    border = SSIM_WINDOW - 1
+    pixels = _checked("pixels", share.pixels, (height, width), device=device)
+    windows = _checked("windows", share.windows, (height - border, width - border), device=device)
+    return pixels, windows, share.height, share.width
 
 
 class _L1Ssim(Function):
@@ -295,8 +305,11 @@ def _checked(
 
 
 def _check_camera(viewmat: Tensor, K: Tensor, width: int, height: int) -> None:
+    """Looks at what is on the CPU; a camera on a GPU is taken as it is, for looking would wait for the device."""
     if width <= 0 or height <= 0:
         raise ValueError(f"the image must have pixels, got width={width}, height={height}")
+    if K.device.type != "cpu" or viewmat.device.type != "cpu":
+        return
     (fx, skew, cx), (_, fy, cy), _ = K.detach().tolist()
     if not (0 < fx < float("inf") and 0 < fy < float("inf") and abs(cx) + abs(cy) < float("inf")):
         raise ValueError(f"K must have positive focal lengths and finite entries, got fx={fx} fy={fy} cx={cx} cy={cy}")

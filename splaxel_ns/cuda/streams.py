@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from splaxel_ns.cuda import _backend
+from splaxel_ns.cuda._device import upload
 from splaxel_ns.cuda.splats import _checked
 
 
@@ -79,8 +80,8 @@ def pack_pixels(
         _checked("colors", colors.detach(), (height, region.width, 3), device=device),
         _checked("depths", depths.detach(), (height, region.width), device=device),
         _checked("transmittances", transmittances.detach(), (height, region.width), device=device),
-        region.spans.to(device, non_blocking=True),
-        region.row_starts.to(device, non_blocking=True),
+        upload(region.spans, device),
+        upload(region.row_starts, device),
         region.num_pixels,
         with_depth,
         half,
@@ -97,8 +98,8 @@ def unpack_pixels(stream: Tensor, region: Region) -> tuple[Tensor, Tensor, Tenso
     device = stream.device
     return _backend.load(device).unpack_pixels(
         stream.contiguous(),
-        region.spans.to(device, non_blocking=True),
-        region.row_starts.to(device, non_blocking=True),
+        upload(region.spans, device),
+        upload(region.row_starts, device),
         region.width,
     )
 
@@ -166,8 +167,8 @@ def composite_streams(
     for region in regions:
         starts.append(region.row_starts + total)
         total += region.num_pixels
-    spans = torch.stack([region.spans for region in regions]).to(stream.device, non_blocking=True)
-    row_starts = torch.stack(starts).to(stream.device, non_blocking=True)
+    spans = upload(torch.stack([region.spans for region in regions]), stream.device)
+    row_starts = upload(torch.stack(starts), stream.device)
     background = _checked("background", background, (3,), device=stream.device)
     return _CompositeStreams.apply(stream.contiguous(), spans, row_starts, background, first.width)
 

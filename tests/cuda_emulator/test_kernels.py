@@ -25,7 +25,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build.build(tmp_path_factory.mktemp("emulated"))
 
 
-@pytest.mark.parametrize("files", ["test_rasterize_cuda.py", "test_pixels_cuda.py", "test_region_cuda.py"])
+@pytest.mark.parametrize(
+    "files", ["test_rasterize_cuda.py", "test_pixels_cuda.py", "test_region_cuda.py", "test_step_cuda.py"]
+)
 def test_every_kernel(library: Path, files: str) -> None:
     runtime = [
         subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
