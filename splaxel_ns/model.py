@@ -15,8 +15,7 @@ from nerfstudio.cameras.camera_optimizers import CameraOptimizer
 from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
-from nerfstudio.model_components.lib_bilagrid import BilateralGrid
-from nerfstudio.model_components.lib_bilagrid import slice as slice_grid
+from nerfstudio.model_components.lib_bilagrid import BilateralGrid, color_affine_transform
 from nerfstudio.utils.colors import get_color
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.markup import escape
@@ -319,19 +318,16 @@ class SplaxelModel(ComparedGaussians):
         index = (camera.metadata or {}).get("cam_idx")
         if index is None:
             return rgb
-        height, width = rgb.shape[:2]
-        if flight is None or flight.crop is None:
-            return self._apply_bilateral_grid(rgb[None], int(index), height, width)[0]
-        whole = (flight.view.height, flight.view.width)
+        whole = rgb.shape[:2] if flight is None else (flight.view.height, flight.view.width)
         rows, columns = (torch.linspace(0, 1, length, device=rgb.device) for length in whole)
-        y, x = flight.crop.of(rows[:, None].expand(whole)), flight.crop.of(columns.expand(whole))
+        y, x = rows[:, None].expand(whole), columns.expand(whole)
+        if flight is not None and flight.crop is not None:
+            y, x = flight.crop.of(y), flight.crop.of(x)
+        # What nerfstudio's `slice` does for one view, but that waits for a GPU to find out that it is one.
         values = {"grids": self.bil_grids.grids if grids is None else grids}
-
-        def colors_of(*args: Tensor) -> Tensor:
-            return functional_call(self.bil_grids, values, args)
-
-        xy, chosen = torch.stack([x, y], dim=-1)[None], torch.tensor(int(index), device=rgb.device)
-        return slice_grid(colors_of, xy, rgb[None], chosen)["rgb"][0]
+        xy, chosen = torch.stack([x, y], dim=-1)[None, None], cuda.upload(torch.tensor([int(index)]), rgb.device)
+        affine = functional_call(self.bil_grids, values, (xy, rgb[None, None], chosen))
+        return color_affine_transform(affine, rgb[None, None])[0, 0]
 
     def _outputs(self, rgb: Tensor, alpha: Tensor, depth: Tensor, background: Tensor) -> dict[str, Any]:
         depth_image = None

@@ -46,7 +46,7 @@ class Overlay:
         spans = plan.spans[list(plan.order)].to(device)
         regions = (columns >= spans[..., :1]) & (columns < spans[..., 1:])  # [Q, H, W]
         in_front = torch.cat([torch.ones_like(passed[:1]), passed.cumprod(dim=0)])[:-1]  # [Q, H, W]
-        colors = torch.tensor(list(self.colors), device=device)[list(plan.order)][:, None, None] / 255.0  # [Q, 1, 1, 3]
+        colors = torch.tensor(list(self.colors))[list(plan.order)].to(device)[:, None, None] / 255.0  # [Q, 1, 1, 3]
         saturated = (in_front < eps)[..., None] & self.saturation
         paint = torch.where(saturated, GREY.to(device), colors) * regions[..., None]  # [Q, H, W, 3]
         picture, paints, number = rendered.rgb, paint.sum(dim=0), regions.sum(dim=0)[..., None]

@@ -207,7 +207,7 @@ class SplaxelPipeline(VanillaPipeline):
                 batch = self._photograph_of(camera)
             metrics_dict = self.model.get_metrics_dict(outputs, batch)
             loss_dict = self.model.get_loss_dict(outputs, batch, metrics_dict)
-            loss = torch.stack([torch.as_tensor(term) for term in loss_dict.values()]).sum()
+            loss = _total(loss_dict, outputs["rgb"].device)
             result = {"loss": loss} | {f"loss {name}": term for name, term in loss_dict.items()} | metrics_dict
             read = self._on_the_way(result, step, batch)
             if loss.requires_grad:  # a view without a single Gaussian has no graph
@@ -258,7 +258,7 @@ class SplaxelPipeline(VanillaPipeline):
         model, world = self.model, self.model.world
         regularizers = model.regularizers()
         if regularizers:
-            total = torch.stack(list(regularizers.values())).sum()
+            total = _total(regularizers, model.device)
             terms = {"loss": total} | {f"loss {name}": term for name, term in regularizers.items()}
             self._require_finite(_detached(terms), step, self._view_name({}))
             if total.requires_grad:
@@ -480,6 +480,11 @@ def average_metrics(results: list[dict[str, float]], with_std: bool) -> dict[str
         if with_std:
             averages[f"{key}_std"] = float(values.std()) if len(values) > 1 else 0.0
     return averages
+
+
+def _total(terms: dict[str, Tensor], device: torch.device) -> Tensor:
+    """The sum of a loss's terms; those of poses are on the CPU."""
+    return torch.stack([cuda.upload(torch.as_tensor(term), device) for term in terms.values()]).sum()
 
 
 def _detached(values: dict[str, Any]) -> dict[str, Tensor]:

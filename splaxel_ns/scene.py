@@ -125,11 +125,15 @@ class PartitionedGaussians(SplatfactoModel):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move what is drawn. What plans views (boxes, near plane, poses) stays on the CPU: it is read all the time,
         and nobody is to wait for a GPU to read it."""
-        super()._apply(fn, recurse)
-        for name in ("near_plane", *(f"tree_{part}" for part in TREE)):
-            self._buffers[name] = getattr(self, name).cpu()
-        for parameter in self.camera_optimizer.parameters():
-            parameter.data = parameter.data.cpu()
+        modules, buffers = self._modules, self._buffers
+        stay = {"near_plane", "camera_optimizer", *(f"tree_{part}" for part in TREE)}
+        self._modules = {name: module for name, module in modules.items() if name not in stay}
+        self._buffers = {name: buffer for name, buffer in buffers.items() if name not in stay}
+        try:
+            super()._apply(fn, recurse)
+            buffers.update(self._buffers)
+        finally:
+            self._modules, self._buffers = modules, buffers
         return self
 
     def partitions_wanted(self) -> int:

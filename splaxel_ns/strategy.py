@@ -338,7 +338,7 @@ def covers_any(means2d: Tensor, extents: Tensor, mask: Tensor) -> Tensor:
     height, width = mask.shape[:2]
     area = torch.zeros(height + 1, width + 1, dtype=torch.int32, device=mask.device)
     area[1:, 1:] = mask[..., 0].int().cumsum(0).cumsum(1)
-    size = torch.tensor([width, height], device=mask.device)
+    size = cuda.upload(torch.tensor([width, height]), mask.device)
     low = torch.ceil(torch.nan_to_num(means2d - extents) - 0.5).clamp_min(0).minimum(size).long()  # [N, 2]
     high = (torch.floor(torch.nan_to_num(means2d + extents) - 0.5) + 1).clamp_min(0).minimum(size).long()
     high = torch.maximum(high, low)

@@ -106,10 +106,8 @@ def _update_on_gpu(
     span = _device.upload(spans, device)
     region = (x >= span[..., :1]) & (x < span[..., 1:])  # [K, H, W]
     was = unpack_bits(_device.upload(bits, device), width)
-    if int(was.sum()) != len(budgets):
-        raise ValueError(f"There are {len(budgets)} budgets for {int(was.sum())} pruned pairs.")
     budget = torch.zeros(was.shape, dtype=torch.uint8, device=device)
-    budget[was] = _device.upload(budgets, device)
+    budget.masked_scatter_(was, _device.upload(budgets, device))
     pruned, now = was & region, torch.zeros_like(was)
     in_front = torch.ones(height, width, device=device)
     for k, slot in enumerate(slots.tolist()):

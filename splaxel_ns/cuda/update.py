@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from splaxel_ns.cuda import _backend
 from splaxel_ns.cuda.splats import _check_camera, _checked, _rows
@@ -250,6 +251,7 @@ def adam_rows(
         settings.eps,
         float(step),
     )
+    increment_version(param)  # as every change in place; who keeps things made of it looks there
 
 
 @torch.no_grad()
