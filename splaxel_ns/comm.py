@@ -13,7 +13,7 @@ import platform
 import re
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -107,6 +107,8 @@ class World:
         self.size = size
         self._cpu_group = cpu_group
         self.counters = Counters()
+        self.checks: list[Callable[[], None]] = []
+        """Of what has come to a GPU: each raises if it is not what was due."""
         self._homes: list[tuple[int, int]] = []  # of each rank, its machine and its process there
 
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
@@ -121,6 +123,16 @@ class World:
         """What was counted since the last call."""
         taken, self.counters = self.counters, Counters()
         return taken
+
+    def check(self) -> None:
+        """Look at what has come to the GPU meanwhile; before anything is made of it for good.
+
+        Raises:
+            Disagreement: It is not what was due.
+        """
+        checks, self.checks = self.checks, []
+        for look in checks:
+            look()
 
     @contextmanager
     def waiting(self, what: str):

@@ -17,7 +17,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 from torch.nn import Parameter
 
-from splaxel_ns import comm, migration
+from splaxel_ns import comm, cuda, migration
 from splaxel_ns.flight import Flight, RankRenderer
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.pixel_streams import Tag
@@ -104,11 +104,11 @@ class DistributedGaussians(PartitionedGaussians):
             if self.config.placement == "kdtree":
                 return PartitionTree.build(means, self.world.size).locate(means).long()
             shuffled = torch.randperm(len(means), generator=torch.Generator().manual_seed(self.config.seed))
-            return shuffled % self.world.size
+            return cuda.upload(shuffled % self.world.size, means.device)
         rank_of_leaf = torch.empty(self.tree.num_partitions, dtype=torch.int64)
         for rank, run in enumerate(self.runs):
             rank_of_leaf[run.start : run.stop] = rank
-        return rank_of_leaf[self.tree.locate(means).long()]
+        return cuda.upload(rank_of_leaf, means.device)[self.tree.locate(means).long()]
 
     def take_tree(self, tree: PartitionTree) -> None:
         """Use other boxes from now on; every rank calls this at once, and moves its Gaussians afterwards."""
@@ -136,7 +136,7 @@ class DistributedGaussians(PartitionedGaussians):
             assert self.renderer is not None
             runs = self.runs
             if self.by_gaussians:
-                owner = torch.zeros(len(gaussians), dtype=torch.int32)
+                owner = torch.zeros(len(gaussians), dtype=torch.int32, device=gaussians.means.device)
                 made = replace(partitions_of(gaussians, self.tree, "none", view), owner=owner)
             else:
                 own = runs[self.world.rank]

@@ -5,6 +5,9 @@ its gradients depend on around it. So s sends k the pixels of region_s inside k'
 both sides know all regions (design 5).
 
 Regions are row spans [H, 2] int32: columns spans[y, 0] <= x < spans[y, 1] of row y; empty rows hold 0, 0.
+Regions are worked out on the CPU, on all ranks alike; what has the size of a picture or a stream is made where pictures
+are, from a few numbers per row.
+
 Shapes: R ranks, P partitions, Q ranks that draw a view, H x W pixels, h x w of a crop, M pixels of a stream.
 """
 
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from splaxel_ns import cuda
 from splaxel_ns.comm import World
 from splaxel_ns.compositing import compose
 from splaxel_ns.cuda.saturation import pack_bits, unpack_bits
@@ -26,6 +30,7 @@ from splaxel_ns.types import PartialImages, ViewPlan
 HALO = SSIM_WINDOW - 1
 """A pixel's gradient depends on composed pixels up to this far away on each axis (design 2): a square of 21 x 21."""
 NOBODY = 255
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -44,27 +49,35 @@ class RankRegions:
         """H."""
         return self.spans.shape[1]
 
-    def stream(self, source: int, target: int) -> Tensor:
-        """Pixels [M] int64 (row by row, y W + x) that `source` sends `target`."""
-        pixels = pixels_of(intersection(self.spans[source], self.needs[target]), self.width)
+    def stream(self, source: int, target: int, device: torch.device = CPU) -> Tensor:
+        """Pixels [M] int64 (row by row, y W + x) that `source` sends `target`, on `device`."""
+        shared = intersection(self.spans[source], self.needs[target])
         if self.saturated is None or self.needed is None:
-            return pixels
+            return pixels_of(shared, self.width, device)
+        if device != CPU:
+            sent = pack_bits(covered(shared, self.width)) & self.needed[target] & ~self.saturated[source]
+            there = unpack_bits(cuda.upload(sent, device), self.width).flatten()
+            count = int(unpack_bits(sent, self.width).sum())  # known here, so that nobody waits for it
+            return torch.nonzero_static(there, size=count).flatten()
+        pixels = pixels_of(shared, self.width)
         sent = (self.needed[target] & ~self.saturated[source]).flatten()
         y = torch.div(pixels, self.width, rounding_mode="floor")
         x = pixels - y * self.width
         octets = sent[y * self.saturated.shape[2] + torch.div(x, 8, rounding_mode="floor")]
         return pixels[(octets >> (x % 8).to(torch.uint8)) & 1 == 1]
 
-    def drawn_by(self, rank: int) -> Tensor:
+    def drawn_by(self, rank: int, device: torch.device = CPU) -> Tensor:
         """The pixels [H, W] bool that `rank` draws, if it is one of `order`."""
-        drawn = covered(self.spans[rank], self.width)
-        return drawn if self.saturated is None else drawn & ~unpack_bits(self.saturated[rank], self.width)
+        drawn = covered(self.spans[rank], self.width, device)
+        if self.saturated is None:
+            return drawn
+        return drawn & ~unpack_bits(cuda.upload(self.saturated[rank], device), self.width)
 
     def composed_by(self, rank: int) -> Tensor:
         """The pixels [H, W] bool whose colour, loss and gradients `rank` works out: here all that it draws."""
         return self.drawn_by(rank)
 
-    def lowest_composing(self, reach: int = 0) -> Tensor:
+    def lowest_composing(self, reach: int = 0, device: torch.device = CPU) -> Tensor:
         """The lowest-numbered rank that composes something at most `reach` pixels away on each axis from a pixel.
 
         Returns:
@@ -73,10 +86,10 @@ class RankRegions:
         if self.saturated is None:
             drawn = torch.zeros_like(self.spans)
             drawn[list(self.order)] = self.spans[list(self.order)]
-            return lowest_covering(dilated(drawn, reach, self.width) if reach else drawn, self.width)
-        label = torch.full((self.height, self.width), NOBODY, dtype=torch.uint8)
+            return lowest_covering(dilated(drawn, reach, self.width) if reach else drawn, self.width, device)
+        label = torch.full((self.height, self.width), NOBODY, dtype=torch.uint8, device=device)
         for rank in sorted(self.order, reverse=True):
-            drawn = self.drawn_by(rank)
+            drawn = self.drawn_by(rank, device)
             label.masked_fill_(unpack_bits(grown(pack_bits(drawn), reach), self.width) if reach else drawn, rank)
         return label
 
@@ -189,26 +202,28 @@ def whole(height: int, width: int) -> Tensor:
     return torch.tensor([0, width], dtype=torch.int32).repeat(height, 1)
 
 
-def pixels_of(spans: Tensor, width: int) -> Tensor:
-    """The pixels of a region [H, 2], row by row: [M] int64, y W + x."""
+def pixels_of(spans: Tensor, width: int, device: torch.device = CPU) -> Tensor:
+    """The pixels of a region [H, 2], row by row: [M] int64, y W + x; on `device`."""
     lengths = (spans[:, 1] - spans[:, 0]).long()
     ends = lengths.cumsum(0)
     first = spans[:, 0].long() + torch.arange(len(spans)) * width - (ends - lengths)
-    return torch.repeat_interleave(first, lengths) + torch.arange(int(ends[-1]) if len(ends) else 0)
+    count = int(ends[-1]) if len(ends) else 0
+    first, lengths = cuda.upload(first, device), cuda.upload(lengths, device)
+    return torch.repeat_interleave(first, lengths, output_size=count) + torch.arange(count, device=device)
 
 
-def covered(spans: Tensor, width: int) -> Tensor:
-    """A region [H, 2] as a mask [H, W] bool."""
-    x = torch.arange(width, dtype=torch.int32)
+def covered(spans: Tensor, width: int, device: torch.device = CPU) -> Tensor:
+    """A region [H, 2] as a mask [H, W] bool, on `device`."""
+    x, spans = torch.arange(width, dtype=torch.int32, device=device), cuda.upload(spans, device)
     return (x >= spans[:, :1]) & (x < spans[:, 1:])
 
 
-def lowest_covering(spans: Tensor, width: int) -> Tensor:
+def lowest_covering(spans: Tensor, width: int, device: torch.device = CPU) -> Tensor:
     """The lowest-numbered rank whose region [R, H, 2] holds a pixel: [H, W] uint8, `NOBODY` where none does."""
-    label = torch.full((spans.shape[1], width), NOBODY, dtype=torch.uint8)
+    label = torch.full((spans.shape[1], width), NOBODY, dtype=torch.uint8, device=device)
     for rank in reversed(range(len(spans))):
         if bool((spans[rank, :, 1] > spans[rank, :, 0]).any()):
-            label.masked_fill_(covered(spans[rank], width), rank)
+            label.masked_fill_(covered(spans[rank], width, device), rank)
     return label
 
 
@@ -244,7 +259,7 @@ def merged(partials: PartialImages) -> PartialImages:
     """The partial images of one rank's partitions, front to back, as one: a rank's union is convex too."""
     if len(partials.transmittances) == 1:
         return partials
-    rgb, depth, alpha = compose(partials, torch.zeros(3))
+    rgb, depth, alpha = compose(partials, torch.zeros(3, device=partials.colors.device))
     return PartialImages(rgb[None], depth[None], 1.0 - alpha[None])
 
 
@@ -252,7 +267,14 @@ def merged(partials: PartialImages) -> PartialImages:
 
 
 def send_pixels(
-    world: World, regions: RankRegions, own: PartialImages | None, tag: Tag, with_depth: bool, half: bool, active: bool
+    world: World,
+    regions: RankRegions,
+    own: PartialImages | None,
+    tag: Tag,
+    with_depth: bool,
+    half: bool,
+    active: bool,
+    device: torch.device = CPU,
 ) -> tuple[PixelSwap, dict[int, Tensor], dict[int, Tensor]]:
     """Start swapping a view's pixels.
 
@@ -261,13 +283,19 @@ def send_pixels(
         with_depth: Send depths too; a pixel has 5 numbers then, else 4.
         half: As float16.
         active: Leave out empty pixels.
+        device: Where pictures are.
 
     Returns:
         The swap, the pixels [M] that it brings by source, and those that it takes by destination.
     """
     sends, sent, streams = {}, {}, {}
     channels = 5 if with_depth else 4
-    if own is not None:
+    if own is not None and cuda.on_gpu(own.colors):
+        for target in range(world.size):
+            pixels = None if target == world.rank else regions.stream(world.rank, target, device)
+            if pixels is not None and len(pixels):
+                sent[target], sends[target] = pixels, _packed(own, regions, world.rank, target, pixels, with_depth)
+    elif own is not None:
         parts = [own.colors[0], own.transmittances[0, ..., None]] + ([own.depths[0, ..., None]] if with_depth else [])
         packed = torch.cat([part.detach() for part in parts], dim=-1).reshape(-1, channels)
         for target in range(world.size):
@@ -275,11 +303,22 @@ def send_pixels(
             if len(pixels):
                 sent[target], sends[target] = pixels, packed.index_select(0, pixels)
     for source in regions.order:
-        pixels = regions.stream(source, world.rank) if source != world.rank else torch.zeros(0, dtype=torch.int64)
-        if len(pixels):
+        if source != world.rank and len(pixels := regions.stream(source, world.rank, device)):
             streams[source] = pixels
     counts = {source: len(pixels) for source, pixels in streams.items()}
-    return PixelSwap(world, tag, "pixels", sends, counts, channels, half, active), streams, sent
+    return PixelSwap(world, tag, "pixels", sends, counts, channels, half, active, device), streams, sent
+
+
+def _packed(
+    own: PartialImages, regions: RankRegions, source: int, target: int, pixels: Tensor, with_depth: bool
+) -> Tensor:
+    """The values [M, 4 | 5] of a stream from a GPU's partial image, by a kernel where the stream is a region."""
+    if type(regions) is RankRegions and regions.saturated is None:
+        region = cuda.Region(intersection(regions.spans[source], regions.needs[target]), regions.width)
+        return cuda.pack_pixels(own.colors[0], own.depths[0], own.transmittances[0], region, with_depth)
+    parts = [own.colors[0].reshape(-1, 3), own.transmittances[0].reshape(-1, 1)]
+    parts += [own.depths[0].reshape(-1, 1)] if with_depth else []
+    return torch.cat([part.detach().index_select(0, pixels) for part in parts], dim=1)
 
 
 def stacked_layers(
@@ -289,6 +328,7 @@ def stacked_layers(
     values: dict[int, Tensor],
     streams: dict[int, Tensor],
     crop: Crop,
+    device: torch.device = CPU,
 ) -> PartialImages:
     """The ranks' partial images inside a crop, front to back: [Q, h, w]; empty where nothing has come.
 
@@ -296,6 +336,7 @@ def stacked_layers(
         own: What this rank draws.
         values: What has come, by source, colour, transmittance and perhaps depth.  # [M, 4 | 5]
         streams: The pixels that it belongs to.  # [M]
+        device: Where pictures are.
     """
     height, width = crop.bottom - crop.top, crop.right - crop.left
     layers: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -303,15 +344,15 @@ def stacked_layers(
         if rank == world.rank and own is not None:
             layers.append((crop.of(own.colors[0]), crop.of(own.depths[0]), crop.of(own.transmittances[0])))
             continue
-        layer = torch.zeros(height * width, 5)
+        layer = torch.zeros(height * width, 5, device=device)
         layer[:, 3] = 1.0
         if rank in values:
             layer[crop.flat(streams[rank], regions.width), : values[rank].shape[1]] = values[rank]
         picture = layer.view(height, width, 5)
         layers.append((picture[..., :3], picture[..., 4], picture[..., 3]))
     if not layers:
-        nothing = torch.zeros(0, height, width)
-        return PartialImages(torch.zeros(0, height, width, 3), nothing, nothing.clone())
+        nothing = torch.zeros(0, height, width, device=device)
+        return PartialImages(torch.zeros(0, height, width, 3, device=device), nothing, nothing.clone())
     colors, depths, transmittances = (torch.stack(part) for part in zip(*layers, strict=True))
     return PartialImages(colors, depths, transmittances)
 
@@ -326,7 +367,7 @@ def compose_canvas(
     crop: Crop,
 ) -> Canvas:
     """Put the ranks' pixels in order and compose them (paper, Eq. 4-6); gradients flow to `own` only."""
-    layers = stacked_layers(world, regions, own, values, streams, crop)
+    layers = stacked_layers(world, regions, own, values, streams, crop, background.device)
     rgb, depth, alpha = compose(layers, background)
     return Canvas(rgb, alpha, depth, layers.transmittances.detach(), crop)
 
@@ -334,7 +375,7 @@ def compose_canvas(
 # The loss
 
 
-def loss_share(regions: RankRegions, rank: int, crop: Crop) -> LossShare:
+def loss_share(regions: RankRegions, rank: int, crop: Crop, device: torch.device = CPU) -> LossShare:
     """Which pixels and windows of the loss `rank` counts; over the ranks every one is counted once.
 
     A pixel is counted by the lowest-numbered rank that composes it; a window by the lowest-numbered rank that composes
@@ -345,7 +386,7 @@ def loss_share(regions: RankRegions, rank: int, crop: Crop) -> LossShare:
     rest = counts_rest(regions)
     labels = []
     for reach in (0, border):
-        label = regions.lowest_composing(reach)
+        label = regions.lowest_composing(reach, device)
         labels.append(crop.of(torch.where(label == NOBODY, rest, label)) == rank)
     pixels, centers = (label.float() for label in labels)
     return LossShare(

@@ -80,11 +80,12 @@ class Flight:
     leaves: PartialImages | None = None  # exchange owner: of all ranks inside the crop, where the loss's graph ends
     learns: bool = False  # gradients are wanted
     means2d: Tensor | None = None  # [N, 2], with `grad` and `absgrad` once settled
+    device: torch.device = torch.device("cpu")  # where Gaussians and pictures are
 
     def share(self, rank: int) -> cuda.LossShare:
         """What of the view's loss this rank counts; only for a rank with a crop."""
         assert self.crop is not None
-        return loss_share(self.regions, rank, self.crop)
+        return loss_share(self.regions, rank, self.crop, self.device)
 
 
 @dataclass
@@ -186,6 +187,7 @@ class RankRenderer:
         visits = self.exchange == "gaussian" or options.boundary == "exact"
         plan, splats = self._look(gaussians, view, partitions, runs, options, visits)
         flight = self._plan(plan, view, partitions, runs, options, tag, mask, everything)
+        flight.device = gaussians.means.device
         takes_part = self.world.rank in flight.regions.order
         if splats is not None and (takes_part or visits):
             flight.splats = splats
@@ -200,7 +202,7 @@ class RankRenderer:
             flight.drawn = concatenated(flight.cut, flight.visitors.splats)
             means = torch.cat([means, flight.visitors.means])
             first = torch.tensor([run.start for run in runs] if self.exchange != "gaussian" else [0] * self.world.size)
-            owner = torch.cat([owner, first[flight.visitors.source].int()])
+            owner = torch.cat([owner, cuda.upload(first, owner.device)[flight.visitors.source].int()])
         if takes_part:
             plan, tree = self._to_draw(flight, partitions.tree, runs)
             if plan.order:
@@ -208,7 +210,7 @@ class RankRenderer:
                 partials, flight.stats = draw_partials(flight.drawn, means, owner, view, tree, plan, options)
                 flight.own = merged(partials)
             else:  # dense: the others wait for pixels of every rank
-                flight.own = _nothing(view)
+                flight.own = _nothing(view, flight.device)
             spans = flight.regions.spans[self.world.rank]
             self.times.active_pixels += int((spans[:, 1] - spans[:, 0]).sum())
             self.times.views += 1
@@ -222,6 +224,7 @@ class RankRenderer:
                 with_depth=everything,
                 half=self.half and not everything,
                 active=self.active and not everything,
+                device=flight.device,
             )
             if self.active and not everything:
                 self._announced.append(flight.pending)
@@ -246,7 +249,7 @@ class RankRenderer:
         canvas = compose_canvas(self.world, regions, flight.own, values, flight.streams, background, flight.crop)
         if flight.pending is None and torch.is_grad_enabled():
             # The rows around the strip are there for the loss; their own gradients are other ranks' business.
-            strip = flight.crop.of(covered(regions.spans[self.world.rank], regions.width))[..., None]
+            strip = flight.crop.of(covered(regions.spans[self.world.rank], regions.width, flight.device))[..., None]
             canvas = replace(canvas, rgb=torch.where(strip, canvas.rgb, canvas.rgb.detach()))
         self.times.compose += perf_counter() - start
         return canvas
@@ -292,6 +295,7 @@ class RankRenderer:
                 flight.streams,
                 flight.sent,
                 flight.tag,
+                flight.device,
             )
             start += self.world.counters.wait_s - waited
         if flight.splats is None or flight.cut is None:
@@ -302,11 +306,12 @@ class RankRenderer:
             for name, _ in FIELDS
         }
         absgrad = getattr(flight.drawn.means2d, "absgrad", None) if flight.drawn is not None else None
-        own_absgrad = torch.zeros(num, 2) if absgrad is None else absgrad[:num].clone()
+        own_absgrad = torch.zeros(num, 2, device=flight.device) if absgrad is None else absgrad[:num].clone()
         if flight.visitors is not None:
             visiting = None
             if flight.options.absgrad:
-                visiting = torch.zeros(sum(flight.visitors.counts), 2) if absgrad is None else absgrad[num:]
+                size = (sum(flight.visitors.counts), 2)
+                visiting = torch.zeros(size, device=flight.device) if absgrad is None else absgrad[num:]
             waited = self.world.counters.wait_s
             for rows, returned in flight.visitors.send_back(self.world, visiting):
                 for (name, size), part in zip(FIELDS, returned[:, :10].split([s for _, s in FIELDS], 1), strict=True):
@@ -421,15 +426,16 @@ class RankRenderer:
         else:
             wanted = straddlers(flight.cut, means, flight.view, partitions.tree, runs)
             drawing = [rank in flight.regions.order for rank in range(self.world.size)]
-            wanted &= torch.tensor(drawing)[:, None]
+            wanted &= cuda.upload(torch.tensor(drawing), wanted.device)[:, None]
         wanted[self.world.rank] = False
         return wanted
 
 
-def _nothing(view: View) -> PartialImages:
+def _nothing(view: View, device: torch.device) -> PartialImages:
     """The partial image of a rank without Gaussians in view."""
     height, width = view.height, view.width
-    return PartialImages(torch.zeros(1, height, width, 3), torch.zeros(1, height, width), torch.ones(1, height, width))
+    colors = torch.zeros(1, height, width, 3, device=device)
+    return PartialImages(colors, torch.zeros_like(colors[..., 0]), torch.ones_like(colors[..., 0]))
 
 
 _ONE_BOX = PartitionTree.build(torch.zeros(0, 3), 1)

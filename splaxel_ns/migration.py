@@ -68,7 +68,8 @@ def tables_of(model: DistributedGaussians, optimizers: Mapping[str, torch.optim.
     for name in STATISTICS:
         if name in model.strategy_state:
             value = model.strategy_state[name]
-            tables[f"statistics {name}"] = torch.zeros(model.num_points) if value is None else value
+            nothing = torch.zeros(model.num_points, device=model.device)
+            tables[f"statistics {name}"] = nothing if value is None else value
     return tables
 
 
@@ -153,6 +154,7 @@ def uneven_tree(means: Tensor, num_partitions: int, wanted: float) -> PartitionT
     """
     if num_partitions == 1:
         return PartitionTree.build(means, 1)
+    means = means.cpu()
     heavy = min((1.0 + wanted) / num_partitions, 0.95)  # share of the last box
     extent = means.quantile(torch.tensor([0.01, 0.99]), dim=0)
     axis = int((extent[1] - extent[0]).argmax())

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, pad
 
+from splaxel_ns import cuda
 from splaxel_ns.comm import World
 from splaxel_ns.compositing import compose
-from splaxel_ns.exchange import HALO, NOBODY, Canvas, Crop, RankRegions, pixels_of, stacked_layers
+from splaxel_ns.exchange import CPU, HALO, NOBODY, Canvas, Crop, RankRegions, pixels_of, stacked_layers
 from splaxel_ns.pixel_streams import PixelSwap, Tag
 from splaxel_ns.types import PartialImages
 
@@ -46,28 +47,28 @@ class OwnerRegions(RankRegions):
     halo_source: Tensor  # [M] int32, who sends it: the lowest composer
     halo_targets: Tensor  # [M] int32, who gets it
 
-    def stream(self, source: int, target: int) -> Tensor:
+    def stream(self, source: int, target: int, device: torch.device = CPU) -> Tensor:
         """Pixels [M] int64 (row by row, y W + x) that `source` sends `target`: which this one composes."""
         pixels = pixels_of(self.spans[source], self.width)
         drawn, composers = self.drawn.flatten()[pixels], self.composers.flatten()[pixels]
-        return pixels[has(drawn, source) & has(composers, target)]
+        return cuda.upload(pixels[has(drawn, source) & has(composers, target)], device)
 
     def one_way(self, source: int, pixels: Tensor) -> Tensor:
         """Of pixels [M] that `source` sends, those that it does not compose itself, whose gradients come back: bool."""
-        return ~has(self.composers.flatten()[pixels], source)
+        return ~has(cuda.upload(self.composers, pixels.device).flatten()[pixels], source)
 
-    def halo_stream(self, source: int, target: int) -> Tensor:
+    def halo_stream(self, source: int, target: int, device: torch.device = CPU) -> Tensor:
         """Pixels [M] int64 whose composed colour `source` sends `target`."""
-        return self.halo[has(self.halo_source, source) & has(self.halo_targets, target)]
+        return cuda.upload(self.halo[has(self.halo_source, source) & has(self.halo_targets, target)], device)
 
     def composed_by(self, rank: int) -> Tensor:
         """The pixels [H, W] bool that `rank` composes."""
         return has(self.composers, rank)
 
-    def lowest_composing(self, reach: int = 0) -> Tensor:
+    def lowest_composing(self, reach: int = 0, device: torch.device = CPU) -> Tensor:
         """The lowest-numbered rank that composes something at most `reach` pixels away on each axis: [H, W] uint8."""
-        bits = spread(self.composers, reach)
-        label = torch.full(bits.shape, NOBODY, dtype=torch.uint8)
+        bits = spread(cuda.upload(self.composers, device), reach)
+        label = torch.full(bits.shape, NOBODY, dtype=torch.uint8, device=device)
         for rank in sorted(self.order, reverse=True):
             label.masked_fill_(has(bits, rank), rank)
         return label
@@ -218,28 +219,29 @@ def compose_owned(
         LostRank: A peer is gone.
         Disagreement: A message belongs to another view or step.
     """
-    rank, width = world.rank, regions.width
+    rank, width, device = world.rank, regions.width, background.device
     others = [other for other in regions.order if other != rank]
-    incoming = {other: regions.halo_stream(other, rank) for other in others}
+    incoming = {other: regions.halo_stream(other, rank, device) for other in others}
     sends: dict[int, Tensor] = {}
     leaves = rgb = depth = alpha = None
     if crop is not None:
         own = None if own is None else PartialImages(own.colors.detach(), own.depths, own.transmittances.detach())
-        layers = stacked_layers(world, regions, own, values, streams, crop)
+        layers = stacked_layers(world, regions, own, values, streams, crop, device)
         grad = torch.is_grad_enabled() and len(layers.colors) > 0
         leaves = PartialImages(
             layers.colors.requires_grad_(grad), layers.depths.detach(), layers.transmittances.requires_grad_(grad)
         )
         rgb, depth, alpha = compose(leaves, background)
         for other in others:
-            sends[other] = rgb.detach().reshape(-1, 3)[crop.flat(regions.halo_stream(rank, other), width)]
-    received = PixelSwap(world, tag, "halo", sends, {o: len(p) for o, p in incoming.items()}, 3, half).wait()
+            sends[other] = rgb.detach().reshape(-1, 3)[crop.flat(regions.halo_stream(rank, other, device), width)]
+    counts = {other: len(pixels) for other, pixels in incoming.items()}
+    received = PixelSwap(world, tag, "halo", sends, counts, 3, half, device=device).wait()
     if crop is None or leaves is None or rgb is None or depth is None or alpha is None:
         return None
     known = rgb.detach().reshape(-1, 3).clone()
     for other, colors in received.items():
         known[crop.flat(incoming[other], width)] = colors
-    mine = crop.of(regions.composed_by(rank))[..., None]
+    mine = cuda.upload(crop.of(regions.composed_by(rank)).contiguous(), device)[..., None]
     rgb = torch.where(mine, rgb, known.view(rgb.shape))
     return Canvas(rgb, alpha, depth, leaves.transmittances.detach(), crop), leaves
 
@@ -254,6 +256,7 @@ def return_gradients(
     streams: dict[int, Tensor],
     sent: dict[int, Tensor],
     tag: Tag,
+    device: torch.device,
 ) -> None:
     """After the loss's backward pass: swap the gradients of partial pixels, and carry this rank's on to its splats.
 
@@ -276,10 +279,10 @@ def return_gradients(
     for target, pixels in sent.items():
         receives[target] = pixels[regions.one_way(world.rank, pixels) & swap.filled[target]]
     counts = {target: len(pixels) for target, pixels in receives.items()}
-    received = PixelSwap(world, tag, "pixel gradients", sends, counts, 4).wait()
+    received = PixelSwap(world, tag, "pixel gradients", sends, counts, 4, device=device).wait()
     if own is None:
         return
-    whole = torch.zeros(regions.height, regions.width, 4)
+    whole = torch.zeros(regions.height, regions.width, 4, device=device)
     if crop is not None and world.rank in regions.order:
         crop.of(whole).copy_(gradients[regions.order.index(world.rank)])
     for target, values in received.items():

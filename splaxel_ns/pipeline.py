@@ -256,6 +256,7 @@ class SplaxelPipeline(VanillaPipeline):
             FailedTogether: Some rank could not read a photograph; the views are still to come.
         """
         model, world = self.model, self.model.world
+        world.check()
         regularizers = model.regularizers()
         if regularizers:
             total = _total(regularizers, model.device)

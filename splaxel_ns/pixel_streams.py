@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from splaxel_ns import cuda
 from splaxel_ns.comm import Disagreement, Pending, World
 from splaxel_ns.cuda.saturation import pack_bits, unpack_bits
 
@@ -47,6 +48,7 @@ class PixelSwap:
         receives: By source, M.
         channels: C.
         half: As float16.
+        device: Where values come to be.
         active: Leave out empty pixels: those whose first four values are 0, 0, 0, 1, and any others 0.
     """
 
@@ -60,23 +62,25 @@ class PixelSwap:
         channels: int,
         half: bool = False,
         active: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._world, self._tag, self._kind, self._channels = world, tag, kind, channels
+        self._device = torch.device(device)
         self._type = torch.float16 if half else torch.float32
         sends = {target: values for target, values in sends.items() if len(values)}
         self._counts = {source: count for source, count in receives.items() if count}
         self._bits: Pending | None = None
         self._values: Pending | None = None
-        self.filled = {target: torch.ones(len(values), dtype=torch.bool) for target, values in sends.items()}
+        self.filled = {t: torch.ones(len(v), dtype=torch.bool, device=v.device) for t, v in sends.items()}
         """By destination, which of the pixels sent are not empty.  # [M] bool"""
-        self.arrived = {source: torch.ones(count, dtype=torch.bool) for source, count in self._counts.items()}
+        self.arrived = {s: torch.ones(n, dtype=torch.bool, device=self._device) for s, n in self._counts.items()}
         """By source, which of the pixels received are not empty, once awaited.  # [M] bool"""
         self._sends = sends
         if active:
             self.filled = {target: _filled(values) for target, values in sends.items()}
             heads = {t: self._message(len(filled), pack_bits(filled)) for t, filled in self.filled.items()}
             sizes = {source: HEADER + (count + 7) // 8 for source, count in self._counts.items()}
-            self._bits = world.start(heads, _buffers(sizes), kind)
+            self._bits = world.start(heads, self._buffers(sizes), kind)
         else:
             self.post()
 
@@ -89,6 +93,7 @@ class PixelSwap:
         """
         if self._values is not None:
             return
+        self._world.check()
         size = self._channels * self._type.itemsize
         if self._bits is None:
             sends = {
@@ -104,7 +109,7 @@ class PixelSwap:
             sends = {t: values.to(self._type).view(torch.uint8).flatten() for t, values in left.items() if len(values)}
             sizes = {source: int(arrived.sum()) * size for source, arrived in self.arrived.items()}
         self._sends = {}
-        self._values = self._world.start(sends, _buffers(sizes), self._kind)
+        self._values = self._world.start(sends, self._buffers(sizes), self._kind)
 
     def wait(self) -> dict[int, Tensor]:
         """What has come, by source.  # [M, C]
@@ -122,18 +127,28 @@ class PixelSwap:
                 self._check_header(message, source)
                 values[source] = message[HEADER:].view(self._type).view(count, self._channels).float()
                 continue
-            values[source] = torch.zeros(count, self._channels)
+            values[source] = torch.zeros(count, self._channels, device=self._device)
             values[source][:, 3] = 1.0
             if source in messages:
                 filled = messages[source].view(self._type).view(-1, self._channels)
                 values[source][self.arrived[source]] = filled.float()
         return values
 
+    def _buffers(self, sizes: Mapping[int, int]) -> dict[int, Tensor]:
+        return {s: torch.empty(size, dtype=torch.uint8, device=self._device) for s, size in sizes.items() if size}
+
     def _message(self, count: int, content: Tensor) -> Tensor:
-        return torch.cat([self._tag.header(count).view(torch.uint8), content])
+        return torch.cat([cuda.upload(self._tag.header(count).view(torch.uint8), content.device), content])
 
     def _check_header(self, message: Tensor, source: int) -> None:
-        found, expected = message[:HEADER].view(torch.int32), self._tag.header(self._counts[source])
+        """At once, or where the message is on a GPU with the world's next checks, so that nobody waits for it."""
+        later, expected = cuda.Later(message[:HEADER].view(torch.int32)), self._tag.header(self._counts[source])
+        if cuda.on_gpu(message):
+            self._world.checks.append(lambda: self._compare(later.get(), expected, source))
+        else:
+            self._compare(later.get(), expected, source)
+
+    def _compare(self, found: Tensor, expected: Tensor, source: int) -> None:
         if not torch.equal(found, expected):
             names = ("step", "view", "version", "pixels")
             said = ", ".join(f"{name} {value}" for name, value in zip(names, found.tolist(), strict=True))
@@ -147,7 +162,3 @@ class PixelSwap:
 def _filled(values: Tensor) -> Tensor:
     """Which pixels [M, C] some Gaussian has left its trace in: [M] bool."""
     return (values[:, 3] != 1.0) | (values[:, :3] != 0.0).any(dim=1) | (values[:, 4:] != 0.0).any(dim=1)
-
-
-def _buffers(sizes: Mapping[int, int]) -> dict[int, Tensor]:
-    return {source: torch.empty(size, dtype=torch.uint8) for source, size in sizes.items() if size}

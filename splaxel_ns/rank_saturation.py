@@ -310,8 +310,9 @@ def _whole_transmittances(canvas: Canvas | None, regions: RankRegions) -> tuple[
     """Transmittances [Q, H, W] of the ranks that draw, front to back, 1 beyond the crop; and which ranks they are."""
     if canvas is None:
         return torch.ones(0, regions.height, regions.width), ()
-    whole = torch.ones(len(regions.order), regions.height, regions.width)
-    for layer, part in zip(whole, canvas.transmittances, strict=True):
+    passed = canvas.transmittances
+    whole = torch.ones(len(regions.order), regions.height, regions.width, device=passed.device)
+    for layer, part in zip(whole, passed, strict=True):
         canvas.crop.of(layer).copy_(part)
     return whole, regions.order
 

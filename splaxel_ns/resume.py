@@ -16,6 +16,7 @@ from splaxel_ns.checkpoint import (
     generator_states,
     load_checkpoint,
     load_newest_checkpoint,
+    plain,
     write_checkpoint,
 )
 from splaxel_ns.comm import World
@@ -135,7 +136,7 @@ def save_run(world: World, directory: Path, step: int, pipeline: SplaxelPipeline
         LostRank: A peer is gone.
     """
     require_finite(world, step, pipeline)
-    state = run_state(step, pipeline, optimizers)
+    state = plain(run_state(step, pipeline, optimizers))
     if world.size == 1:
         return write_checkpoint(directory, step, state)
     return shards.write_sharded(world, directory, step, state)

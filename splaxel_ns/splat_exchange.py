@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from splaxel_ns import cuda
 from splaxel_ns.comm import World
 from splaxel_ns.partition import PartitionTree
 from splaxel_ns.types import Splats, View
 
 FIELDS = (("means2d", 2), ("depths", 1), ("conics", 3), ("opacities", 1), ("colors", 3))
 WIDTH = sum(size for _, size in FIELDS)
-ALPHA_MIN = 1.0 / 255.0
-SLACK = 1.0 + 1e-4
+SLACK = 1e-4
 """Extents are worked out again from conics and opacities as they were sent; rounding must not make them too small."""
 
 
@@ -63,7 +63,7 @@ class Visitors:
                 first += count
         for target, rows in enumerate(self.sent):
             if len(rows):
-                receives[target] = torch.empty(len(rows), width)
+                receives[target] = torch.empty(len(rows), width, device=gradients.device)
         received = world.start(sends, receives, "splat gradients").wait()
         return [(self.sent[target], grads) for target, grads in sorted(received.items())]
 
@@ -91,19 +91,12 @@ def swap_splats(world: World, splats: Splats, wanted: Tensor, view: View) -> Vis
     for leaf in (means2d, depths, conics, opacities, colors):
         leaf.requires_grad_(torch.is_grad_enabled())
     return Visitors(
-        Splats(means2d, depths, conics, opacities, colors, extents_of(conics.detach(), opacities.detach())),
+        Splats(means2d, depths, conics, opacities, colors, cuda.extents_of(conics.detach(), opacities.detach(), SLACK)),
         back_projected(means2d.detach(), depths.detach(), view),
-        torch.repeat_interleave(torch.arange(world.size), torch.tensor(counts)),
+        cuda.upload(torch.repeat_interleave(torch.arange(world.size), torch.tensor(counts)), table.device),
         counts,
         sent,
     )
-
-
-def extents_of(conics: Tensor, opacities: Tensor) -> Tensor:
-    """Half sizes [N, 2] of the boxes that hold every pixel with alpha >= 1/255, pixels, never too small."""
-    a, b, c = conics.unbind(dim=-1)
-    reach = 2.0 * torch.log(opacities / ALPHA_MIN).clamp_min(0) / (a * c - b * b).clamp_min(1e-30)
-    return torch.stack([torch.sqrt(reach * c), torch.sqrt(reach * a)], dim=-1) * SLACK
 
 
 def back_projected(means2d: Tensor, depths: Tensor, view: View) -> Tensor:
@@ -111,7 +104,7 @@ def back_projected(means2d: Tensor, depths: Tensor, view: View) -> Tensor:
     K = view.K
     x = (means2d[:, 0] - K[0, 2]) / K[0, 0] * depths
     y = (means2d[:, 1] - K[1, 2]) / K[1, 1] * depths
-    world_to_cam = view.world_to_cam.detach()
+    world_to_cam = cuda.upload(view.world_to_cam.detach(), depths.device)
     return (torch.stack([x, y, depths], dim=-1) - world_to_cam[:3, 3]) @ world_to_cam[:3, :3]
 
 
@@ -122,11 +115,12 @@ def straddlers(splats: Splats, means: Tensor, view: View, tree: PartitionTree, r
     """
     rotation = view.world_to_cam.detach()[:3, :3].abs()
     per_pixel = torch.stack([rotation[0] / view.K[0, 0], rotation[1] / view.K[1, 1]])  # [2, 3]
-    reach = (splats.extents * splats.depths.detach()[:, None]) @ per_pixel * SLACK  # [N, 3]
+    per_pixel = cuda.upload(per_pixel, means.device) * (1.0 + SLACK)
+    reach = (splats.extents * splats.depths.detach()[:, None]) @ per_pixel  # [N, 3]
     # Rounding of the pixel's world point is relative to the coordinates' size.
     reach = reach + 1e-6 * (means.abs() + splats.depths.detach().abs()[:, None])
     seen = splats.extents[:, 0] > 0
-    boxes = [tree.box_of(run) for run in runs]
+    boxes = [[cuda.upload(side, means.device) for side in tree.box_of(run)] for run in runs]
     inside = [((means + reach >= lo) & (means - reach < hi)).all(dim=-1) & seen for lo, hi in boxes]
     return torch.stack(inside)
 
@@ -140,6 +134,7 @@ def touching_strips(splats: Splats, num_ranks: int, height: int, halo: int) -> T
     """Which visible splats [N] touch which rank's strip with `halo` rows around it: [R, N] bool."""
     y, reach = splats.means2d.detach()[:, 1], splats.extents[:, 1]
     strips = torch.tensor([strip_of(rank, num_ranks, height) for rank in range(num_ranks)])  # [R, 2]
+    strips = cuda.upload(strips, y.device)
     low, high = strips[:, :1] - halo, strips[:, 1:] + halo
     some = strips[:, 1:] > strips[:, :1]
     return (y + reach >= low) & (y - reach <= high) & (splats.extents[:, 0] > 0) & some

@@ -109,7 +109,8 @@ def extents_of(conics: Tensor, opacities: Tensor, slack: float) -> Tensor:
         slack: Relative, for rounding.
     """
     a, b, c = conics.double().unbind(dim=1)
-    reach = 2.0 * torch.log(opacities.double() / thresholds()["alpha_min"]).clamp_min(0.0) / (a * c - b * b)
+    reach = 2.0 * torch.log(opacities.double() / thresholds()["alpha_min"]).clamp_min(0.0)
+    reach = reach / (a * c - b * b).clamp_min(1e-30)
     return (torch.stack([torch.sqrt(reach * c), torch.sqrt(reach * a)], dim=1) * (1.0 + slack)).float()
 
 
