@@ -438,7 +438,7 @@ class SplaxelModel(ComparedGaussians):
             seen = self.info["extents"][:, 0] > 0
             self.shown = seen if self.shown is None else self.shown | seen
         self.strategy.update(self.strategy_state, self.info, self.images, self.info.get("mask"))
-        if self.flight is None and cuda.on_gpu(self.means):
+        if not self.is_shared and cuda.on_gpu(self.means):
             self._say_if_empty(self.info["stats"])
         self.info = {}
         self._target_made = None

@@ -1,4 +1,4 @@
-"""What a GPU makes of the kernels: their tests on the device, their times beside gsplat's, and peak memory.
+"""What a GPU makes of the kernels: their tests on the device, their times beside gsplat's, training, and peak memory.
 
 Needs torch with CUDA and nvcc. Where nerfstudio or gsplat are missing, `python -m splaxel_ns.bench.gpu --json out.json`
 does the same and names what it left out. Without a GPU it says so and writes a result with nothing in it.
@@ -30,6 +30,7 @@ from splaxel_ns.partition import PartitionTree
 
 TILE = 16  # pixels
 PARTITIONS = (1, 4, 8)
+SCENE = Path(__file__).resolve().parents[2] / "tests/data/matrixcity_caliterra/small_city/aerial"
 TARGETS = {"forward": 1.0, "backward": 1.3, "composition": 0.1}
 """At P = 1, gsplat's time over ours at least; composition of 8 partial images over one render at most."""
 
@@ -258,6 +259,12 @@ class Gpu:
     """Time for each measurement; at least three repetitions."""
     tests: bool = True
     """Also run the kernels' tests on the device."""
+    scene: Path | None = None
+    """What splaxel and splatfacto train (MatrixCity layout); None: the committed aerial scene."""
+    steps: int = 1000
+    """Of training."""
+    minutes: float = 8.0
+    """Training is left out, or ended, when all of it has taken that long."""
     left_out: list[str] = field(default_factory=list, init=False)
 
     def main(self) -> None:
@@ -277,12 +284,33 @@ class Gpu:
         gsplat = importlib.util.find_spec("gsplat") is not None
         if not gsplat:
             self.left_out.append("gsplat's rasteriser: gsplat is not installed")
-        self.left_out.append("iterations per second of splaxel and splatfacto: splaxel's model draws on the CPU")
         result |= {"left_out": self.left_out, "times": "milliseconds, medians", "rows": []}
         for num in self.sizes:
             result["rows"].append(self.measure(num, device, gsplat))
             print(result["rows"][-1])
             file.write(result)
+        result["training"] = self.train(start + 60.0 * self.minutes)
+        print(result["training"])
+        file.write(result)
+
+    def train(self, deadline: float) -> dict[str, Any]:
+        """Iterations per second and peak memory of both methods, as far as there is time (of `perf_counter`)."""
+        scene = SCENE if self.scene is None else self.scene
+        missing = [name for name in ("nerfstudio", "gsplat") if importlib.util.find_spec(name) is None]
+        if missing or not scene.is_dir():
+            reason = f"{' and '.join(missing)} missing" if missing else f"there is no {scene}"
+            self.left_out.append(f"iterations per second of splaxel and splatfacto: {reason}")
+            return {}
+        from splaxel_ns.bench.gpu_training import METHODS, measure_apart
+
+        torch.cuda.empty_cache()  # the others need memory too
+        rows: dict[str, Any] = {}
+        for left, method in zip(range(len(METHODS), 0, -1), METHODS, strict=True):
+            rows[method] = measure_apart(method, scene, self.steps, (deadline - time.perf_counter()) / left)
+        speeds = [rows[method].get("iterations_per_second") for method in METHODS]
+        if all(speeds):
+            rows["splaxel_over_splatfacto"] = round(speeds[0] / speeds[1], 3)
+        return rows
 
     def measure(self, num: int, device: torch.device, gsplat: bool) -> dict[str, Any]:
         """All times of one size."""

@@ -88,16 +88,21 @@ class PretendGpu(TorchDispatchMode):
 
 
 def backward(root: Tensor, keep: Tensor | None = None) -> None:
+    """The backward pass of a scalar; see `backward_of`."""
+    backward_of([root], [torch.ones_like(root)], keep)
+
+
+def backward_of(roots: list[Tensor], gradients: list[Tensor], keep: Tensor | None = None) -> None:
     """torch's backward pass without its engine, which asks the driver for streams.
 
     Args:
-        root: A scalar.
+        roots: What is differentiated.
+        gradients: With respect to them.
         keep: A tensor that is no leaf but is to have its `grad`.
     """
-    assert root.grad_fn is not None
     order: list[Any] = []
     seen: set[Any] = set()
-    stack: list[tuple[Any, bool]] = [(root.grad_fn, False)]
+    stack: list[tuple[Any, bool]] = [(root.grad_fn, False) for root in roots]
     while stack:
         node, done = stack.pop()
         if done:
@@ -105,7 +110,10 @@ def backward(root: Tensor, keep: Tensor | None = None) -> None:
         elif node is not None and node not in seen:
             seen.add(node)
             stack += [(node, True), *((following, False) for following, _ in node.next_functions)]
-    grads: dict[Any, dict[int, Tensor]] = {root.grad_fn: {0: torch.ones_like(root)}}
+    grads: dict[Any, dict[int, Tensor]] = {}
+    for root, gradient in zip(roots, gradients, strict=True):
+        assert root.grad_fn is not None and root.device == gradient.device and root.shape == gradient.shape
+        grads.setdefault(root.grad_fn, {})[root.output_nr] = gradient
     for node in reversed(order):
         found = grads.pop(node, None)
         if found is None:

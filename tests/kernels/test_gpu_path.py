@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gpu_models
@@ -10,11 +10,12 @@ import pytest
 import torch
 from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
 from nerfstudio.data.scene_box import OrientedBox
-from pretend_gpu import PretendGpu, backward
+from pretend_gpu import PretendGpu, backward, backward_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from splaxel_ns.checkpoint import plain
+from splaxel_ns.comm import Pending, World
 from splaxel_ns.cuda import _gsplat, _ssim
 from splaxel_ns.overlay import Overlay
 
@@ -111,3 +112,46 @@ def test_the_viewer_strays_nowhere(pretended: PretendGpu, shown: int | None) -> 
         assert model._outputs_for_viewer(camera)["rgb"].device.type == "cuda"
         target = {"image": torch.zeros(32, 48, 3, device="cuda"), "image_idx": 0}
         model.get_image_metrics_and_images(model.get_outputs_for_camera(camera), target)
+
+
+class Echo(World):
+    """Rank 1 of two, whose peer says and sends just what it does; nothing leaves the process."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 2)
+        self.on_gpu: set[str] = set()
+
+    def gather(self, tensor: Tensor, kind: str = "agreement") -> Tensor:
+        assert tensor.device.type == "cpu", f"{kind} is agreed on by the hosts"
+        return torch.stack([tensor, tensor])
+
+    def gather_uneven(self, tensor: Tensor, kind: str) -> list[Tensor]:
+        assert tensor.device.type == "cpu", kind
+        return [tensor, tensor]
+
+    def sum(self, tensor: Tensor, kind: str = "sums") -> Tensor:
+        return tensor
+
+    def from_main(self, tensor: Tensor, kind: str = "agreement") -> Tensor:
+        return tensor
+
+    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], kind: str) -> Pending:
+        assert all(tensor.device.type == "cuda" for tensor in (*sends.values(), *receives.values())), kind
+        self.on_gpu.add(kind)
+        return Pending(self, dict(receives), [], [], kind)
+
+
+@pytest.mark.parametrize("options", [{"exchange": "dense"}, {"exchange": "dense", "half_pixels": True},
+    {"exchange": "dense", "active_pixels": True}, {"exchange": "gaussian"}, {"exchange": "selective", "boundary": "exact", "saturation": False},
+    {"exchange": "owner", "boundary": "exact", "saturation": False}, {"exchange": "dense", "use_bilateral_grid": True, "grid_shape": (4, 4, 2)}])  # fmt: skip
+def test_exchange_strays_nowhere(
+    pretended: PretendGpu, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pixels, splats and gradients travel between GPUs; what ranks agree on comes from the hosts."""
+    world = Echo()
+    monkeypatch.setattr("splaxel_ns.comm.world", lambda: world)
+    monkeypatch.setattr("splaxel_ns.pixel_streams.PixelSwap._compare", lambda *_: None)
+    monkeypatch.setattr(torch.autograd, "backward", backward_of)
+    run = gpu_models.train("cuda", steps=1, **options)
+    assert all(parameter.device.type == "cuda" for parameter in run.model.gauss_params.values())
+    assert ("pixels" in world.on_gpu) == (options["exchange"] == "dense") and len(run.gradients) >= 6

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from splaxel_ns import cuda
-from splaxel_ns.bench import gpu
+from splaxel_ns.bench import gpu, gpu_training
 
 CPU = torch.device("cpu")
 
@@ -39,3 +39,14 @@ def test_a_row() -> None:
     assert set(row["partitions"]) == {1, 4, 8}
     assert all(value >= 0 for times in row["partitions"].values() for value in times.values())
     assert row["composition_of_8_over_a_render"] > 0
+
+
+def test_training_is_measured_in_a_process_of_its_own() -> None:
+    row = gpu_training.measure_apart("splaxel", gpu.SCENE, 5, 100.0, device="cpu")
+    assert row.get("iterations_per_second", 0) > 0 and row["steps"] == 5 and row["device"] == "cpu", row
+    assert "took longer" in gpu_training.measure_apart("splaxel", gpu.SCENE, 5, 0.0, device="cpu")["left_out"]
+
+
+def test_a_scene_that_is_not_there_is_left_out(tmp_path: Path) -> None:
+    command = gpu.Gpu(tmp_path / "out.json", scene=tmp_path / "none")
+    assert command.train(0.0) == {} and str(tmp_path / "none") in command.left_out[0]
