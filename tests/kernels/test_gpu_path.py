@@ -141,17 +141,26 @@ class Echo(World):
         return Pending(self, dict(receives), [], [], kind)
 
 
-@pytest.mark.parametrize("options", [{"exchange": "dense"}, {"exchange": "dense", "half_pixels": True},
-    {"exchange": "dense", "active_pixels": True}, {"exchange": "gaussian"}, {"exchange": "selective", "boundary": "exact", "saturation": False},
-    {"exchange": "owner", "boundary": "exact", "saturation": False}, {"exchange": "dense", "use_bilateral_grid": True, "grid_shape": (4, 4, 2)}])  # fmt: skip
-def test_exchange_strays_nowhere(
-    pretended: PretendGpu, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+SPLATS, PIXELS = {"splats", "splat gradients"}, {"pixels"}
+EXACT = {"boundary": "exact", "saturation": False}
+EXCHANGES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "dense": ({"exchange": "dense"}, PIXELS),
+    "half": ({"exchange": "dense", "half_pixels": True}, PIXELS),
+    "active": ({"exchange": "dense", "active_pixels": True}, PIXELS),
+    "grid": ({"exchange": "dense", "use_bilateral_grid": True, "grid_shape": (4, 4, 2)}, PIXELS),
+    "gaussian": ({"exchange": "gaussian"}, SPLATS),
+    "selective": ({"exchange": "selective", **EXACT}, PIXELS | SPLATS),
+    "owner": ({"exchange": "owner", **EXACT}, PIXELS | SPLATS | {"halo", "pixel gradients"}),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_exchange_strays_nowhere(pretended: PretendGpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pixels, splats and gradients travel between GPUs; what ranks agree on comes from the hosts."""
-    world = Echo()
+    world, (options, kinds) = Echo(), EXCHANGES[name]
     monkeypatch.setattr("splaxel_ns.comm.world", lambda: world)
     monkeypatch.setattr("splaxel_ns.pixel_streams.PixelSwap._compare", lambda *_: None)
     monkeypatch.setattr(torch.autograd, "backward", backward_of)
     run = gpu_models.train("cuda", steps=1, **options)
     assert all(parameter.device.type == "cuda" for parameter in run.model.gauss_params.values())
-    assert ("pixels" in world.on_gpu) == (options["exchange"] == "dense") and len(run.gradients) >= 6
+    assert world.on_gpu == kinds and len(run.gradients) >= 6
