@@ -321,6 +321,8 @@ _NETWORK = re.compile(r"gloo/(transport|rendezvous)|Connection (closed|reset|ref
 """What Gloo says when it cannot reach a rank; its errors are plain RuntimeErrors, like those of wrong arguments."""
 _REMEDY = "start several ranks with torchrun, and unset these variables for one"
 _world: World | None = None
+_own_group = False
+"""Whether the group of ranks was formed here."""
 
 
 def world() -> World:
@@ -344,11 +346,15 @@ def launched() -> tuple[int, int]:
 
 
 def leave() -> None:
-    """Say good-bye to the other ranks, at the end of the job or before another."""
-    global _world
+    """Say good-bye to the other ranks, at the end of the job or before another.
+
+    Processes that nerfstudio has brought together part by themselves, after a last word.
+    """
+    global _world, _own_group
     _world = None
-    if dist.is_available() and dist.is_initialized():
+    if _own_group and dist.is_initialized():
         dist.destroy_process_group()
+    _own_group = False
 
 
 def _gone(pid: int) -> bool:
@@ -366,6 +372,7 @@ def _backends() -> str:
 
 
 def _join() -> World:
+    global _own_group
     if not dist.is_available():
         return World()
     rank, size = launched()
@@ -379,6 +386,7 @@ def _join() -> World:
             stop_with_launcher()
         store = rendezvous.meet(rendezvous.open_store(rank, size, TIMEOUT), rank, size)
         dist.init_process_group(backend=_backends(), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        _own_group = True
     # nerfstudio's own processes have met under NCCL alone.
     cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT) if "cpu:" not in dist.get_backend_config() else None
     joined = World(dist.get_rank(), dist.get_world_size(), cpu_group)

@@ -90,7 +90,7 @@ class Flight:
 
 @dataclass
 class Times:
-    """Seconds of this rank, by what it did, since they were taken last."""
+    """Seconds of this rank, by what it did, since they were taken last; the host's, which a GPU lags behind."""
 
     render: float = 0.0
     compose: float = 0.0

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from splaxel_ns.cuda import _build
 from splaxel_ns.cuda._backend import thresholds
 from splaxel_ns.cuda._device import upload
 
@@ -32,14 +34,18 @@ class Functions:
     spherical_harmonics: Callable[..., Any]
 
 
+@cache
 def functions() -> Functions:
-    """Those compiled for the GPU.
+    """Those compiled for the GPU; on first use gsplat compiles them, one process at a time.
 
     Raises:
         RuntimeError: gsplat is missing, or its kernels were not compiled.
     """
+    folder = _build.cache_root() / "gsplat_lock"
     try:
-        from gsplat.cuda import _backend, _wrapper
+        folder.mkdir(parents=True, exist_ok=True)
+        with _build.exclusive(folder / "splaxel.lock"), _build.ninja_on_path():
+            from gsplat.cuda import _backend, _wrapper
     except Exception as error:  # its build on import can fail in any way
         raise RuntimeError(f"gsplat 1.4.0, which projects Gaussians on a GPU, cannot be used ({error})") from error
     if _backend._C is None:
