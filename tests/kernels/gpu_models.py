@@ -29,6 +29,7 @@ def _projection(
     eps2d: float, near_plane: float, far_plane: float, calc_compensations: bool,
 ) -> Any:  # fmt: skip
     covariances, _ = _torch_impl._quat_scale_to_covar_preci(quats, scales, True, False)
+    assert covariances is not None
     return _torch_impl._fully_fused_projection(
         means, covariances, viewmats, Ks, width, height, eps2d, near_plane, far_plane, calc_compensations
     )

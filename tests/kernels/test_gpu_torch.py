@@ -16,14 +16,16 @@ def gsplat_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_gsplat, "functions", lambda: gpu_models.IN_TORCH)
 
 
-def gaussians(num: int = 400, spread: float = 2.0) -> list[Tensor]:
+def gaussians(num: int = 400, spread: float = 2.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Leaves: means, quats, scales, opacities; many lie outside a 61 x 45 image, some behind it."""
     generator = torch.Generator().manual_seed(num)
     means = torch.randn(num, 3, generator=generator) * torch.tensor([spread, spread, 1.0]) + torch.tensor([0.0, 0, 3])
     quats = torch.randn(num, 4, generator=generator)
     scales = torch.exp(torch.randn(num, 3, generator=generator) - 2.5)
     opacities = torch.sigmoid(2 * torch.randn(num, generator=generator))
-    return [leaf.requires_grad_() for leaf in (means, quats, scales, opacities)]
+    for leaf in (means, quats, scales, opacities):
+        leaf.requires_grad_()
+    return means, quats, scales, opacities
 
 
 def camera() -> tuple[Tensor, Tensor]:
@@ -80,7 +82,7 @@ def test_harmonics(degree: int) -> None:
     results = []
     for harmonics in (cuda.spherical_harmonics, _gsplat.spherical_harmonics):
         leaves = [value.clone().requires_grad_() for value in values]
-        colors = harmonics(degree, *leaves, visible)
+        colors = harmonics(degree, leaves[0], leaves[1], leaves[2], leaves[3], visible)
         (colors * torch.arange(150.0).view(50, 3)).sum().backward()
         results.append([colors.detach(), *(torch.zeros_like(v) if v.grad is None else v.grad for v in leaves)])
     for one, other in zip(*results, strict=True):
