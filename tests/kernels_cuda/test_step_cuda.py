@@ -41,17 +41,18 @@ def run(gpu: Gpu | None, options: dict[str, Any], **more: Any) -> Any:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_is_the_cpus(gpu: Gpu, name: str) -> None:
-    """Loss, gradients and what densification is told; gsplat's covariances have fewer digits than ours."""
+    """Loss, gradients and what densification is told. Compiled, gsplat's arithmetic is the fast and rough one."""
+    tolerance = 2e-5 if gpu.emulated else 5e-3
     here, there = run(None, OPTIONS[name], steps=1, fused=False), run(gpu, OPTIONS[name], steps=1)
-    assert there.losses[0] == pytest.approx(here.losses[0], rel=1e-6)
+    assert there.losses[0] == pytest.approx(here.losses[0], rel=0.1 * tolerance)
     assert set(there.gradients) == set(here.gradients) and len(here.gradients) >= 6
     for parameter, gradient in here.gradients.items():
-        bound = 2e-5 * float(gradient.abs().max())
+        bound = tolerance * float(gradient.abs().max())
         assert float((there.gradients[parameter] - gradient).abs().max()) <= bound, parameter
     for key, expected in here.model.strategy_state.items():
         if torch.is_tensor(expected):
             difference = (there.model.strategy_state[key].cpu() - expected).abs().max()
-            assert float(difference) <= 2e-5 * float(expected.abs().max()), key
+            assert float(difference) <= tolerance * float(expected.abs().max()), key
 
 
 @pytest.mark.parametrize("updates", ["all", "visible"])
@@ -72,7 +73,7 @@ def test_updates_are_the_cpus(gpu: Gpu, updates: str) -> None:
 
 
 def test_evaluation_is_the_cpus(gpu: Gpu) -> None:
-    camera = gpu_models.make_cameras()[:1]
+    camera, tolerance = gpu_models.make_cameras()[:1], 1e-4 if gpu.emulated else 5e-3
     here = gpu_models.make_model("cpu", 200, 1, num_partitions=3).eval()
     path = gpu_models.gpu_path(torch.ops.splaxel_emulated) if gpu.emulated else contextlib.nullcontext()
     with path, torch.no_grad():
@@ -81,4 +82,6 @@ def test_evaluation_is_the_cpus(gpu: Gpu) -> None:
         outputs = there.get_outputs_for_camera(camera)
     for name, expected in here.get_outputs_for_camera(camera).items():
         assert outputs[name].device.type == gpu.device.type
-        assert float((outputs[name].cpu() - expected).abs().max()) < 1e-4 * max(1.0, float(expected.abs().max())), name
+        assert float((outputs[name].cpu() - expected).abs().max()) < tolerance * max(
+            1.0, float(expected.abs().max())
+        ), name
