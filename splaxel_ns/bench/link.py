@@ -44,8 +44,10 @@ class Link:
     """Turns of each exchange; the median is what counts."""
     steps: int = 2
     """Steps in each turn."""
-    in_flight: int = 2
-    """Views that are drawn before the first of them must be composed."""
+    in_flight: tuple[int, ...] = (2,)
+    """Views that are drawn before the first of them must be composed; several are compared."""
+    images_per_rank: int = 2
+    """Images of a step, in parts of the number of ranks."""
     scale: float = 1.0
     """Photographs are made smaller by this factor."""
     train_steps: int = 300
@@ -63,8 +65,9 @@ class Link:
         check_common(self.data, self.modes, self.scale)
         check_numbers("--ranks", self.ranks, 2, min(16, MAX_RANKS))
         check_numbers("--gaussians", self.gaussians, max(self.ranks), 100_000_000)
-        for name in ("rounds", "steps", "in_flight"):
+        for name in ("rounds", "steps", "images_per_rank"):
             check_numbers(f"--{name.replace('_', '-')}", (getattr(self, name),), 1, 1024)
+        check_numbers("--in-flight", self.in_flight, 1, 1024)
         check_numbers("--train-steps", (self.train_steps,), 0, 1_000_000)
         check_numbers("--train-gaussians", (self.train_gaussians,), 100, 100_000_000)
         rate = None if self.rate == "none" else self.rate
@@ -84,15 +87,18 @@ class Link:
     def _side_by_side(self, job: RankJob, path: Path, file: Path, num: int) -> list[dict[str, Any]]:
         """The rows of all exchanges on the same Gaussians, measured in turns."""
         settings = [
-            RunSettings(path, mode, job.size, self.scale, self.boundary, self.in_flight, file) for mode in self.modes
+            RunSettings(path, mode, self.images_per_rank * job.size, self.scale, self.boundary, depth, file)
+            for mode in self.modes
+            for depth in self.in_flight
         ]
         with CONSOLE.status(f"{path.name}: {job.size} ranks, {num:,} Gaussians"):
             parts = job.run(measure_in_turns, settings, self.rounds, self.steps, INTERFACE)
         rows = []
         for one in settings:
-            turns = [[part[one.mode][turn] for part in parts] for turn in range(self.rounds)]
+            turns = [[part[one.mode, one.in_flight][turn] for part in parts] for turn in range(self.rounds)]
             each = [summary(one, turn, self.steps) for turn in turns]
-            rows.append({"scene": str(path), "ranks": job.size, "mode": one.mode, "rate": self.rate} | medians(each))
+            row = {"scene": str(path), "ranks": job.size, "mode": one.mode, "in_flight": one.in_flight}
+            rows.append(row | {"rate": self.rate} | medians(each))
             rows[-1]["images_per_second_of_turns"] = [row["images_per_second"] for row in each]
             rows[-1]["wire"] = wire([part for turn in turns for part in turn])
             CONSOLE.print(say_row(rows[-1]), markup=False, soft_wrap=True)
@@ -129,7 +135,8 @@ def say_row(row: dict[str, Any]) -> str:
     """A row as one line."""
     return (
         f"{Path(row['scene']).name}, {row['ranks']} ranks, {row['gaussians']:,.0f} Gaussians, {row['rate']}, "
-        f"{row['mode']}: {row['images_per_second']:.2f} images/s, {row['bytes_per_image'] / 1e6:.3f} MB per image, "
+        f"{row['mode']}, {row['in_flight']} in flight: {row['images_per_second']:.2f} images/s, "
+        f"{row['bytes_per_image'] / 1e6:.3f} MB per image, "
         f"wait {1e3 * row['wait_s']:.0f} of {1e3 * row['step_s']:.0f} ms; interface / counted "
         f"{row['wire']['interface_over_counted']:.4f}"
     )

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from splaxel_ns import comm
 from splaxel_ns.bench.rank_job import bytes_sent_by
+from splaxel_ns.bench.traffic import blocks_of_many
 from splaxel_ns.partition import PartitionTree
+from splaxel_ns.rank_saturation import KIND as SNAPSHOT
 from splaxel_ns.scene import GAUSS_PARAMS, TREE
 
 NEAR = "near_plane"
@@ -141,6 +143,20 @@ class RankRun:
             self.model.flight = None
         self.model.take_saturation_snapshot(True)
 
+    @torch.no_grad()
+    def blocks_of_many(self, num_views: int) -> dict[str, float]:
+        """`traffic.blocks_of_many` over the views that come next, of exchange `owner`."""
+        manager, total = self.pipeline.datamanager, {}
+        cameras = manager.train_dataset.cameras
+        for index in manager.scheduler.peek(num_views):
+            flight = self.model.begin(cameras[index : index + 1])
+            for name, value in blocks_of_many(flight.regions).items():
+                total[name] = total.get(name, 0.0) + value
+            self.model.finish(cameras[index : index + 1], flight)
+            self.model.flight = None
+        total["ratio"] = total["owner_bytes"] / total["selective_bytes"] if total["selective_bytes"] else None
+        return total
+
     def measure(self, steps: int, interface: str | None = None) -> dict[str, Any]:
         """Do some steps and say what this rank did in them, summed over the steps.
 
@@ -182,24 +198,32 @@ def measure(settings: RunSettings, steps: int) -> dict[str, Any]:
     """On a rank: a run's first step, which sets up connections and moments, and then some that count."""
     run = RankRun(settings)
     run.step()
+    snapshot = {}
     if settings.saturation:
-        run.find_saturation(steps * settings.batch_size)
-    return run.measure(steps)
+        num_views = steps * settings.batch_size
+        run.world.take_counters()
+        run.find_saturation(num_views)
+        sent = run.world.take_counters().bytes_sent.get(SNAPSHOT, 0)
+        snapshot = {"snapshot_bytes": sent, "snapshot_views": num_views}
+    found = run.measure(steps) | snapshot
+    if settings.exchange == "owner":
+        found["blocks_of_many"] = run.blocks_of_many(settings.batch_size)
+    return found
 
 
 def measure_in_turns(
     all_settings: list[RunSettings], rounds: int, steps: int, interface: str
-) -> dict[str, list[dict[str, Any]]]:
-    """On a rank: several runs side by side, a few steps of each in turns, so that all meet the same conditions."""
-    runs = {settings.mode: RankRun(settings) for settings in all_settings}
+) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """On a rank, by mode and views in flight: several runs, a few steps of each in turns, so that all meet the same."""
+    runs = {(settings.mode, settings.in_flight): RankRun(settings) for settings in all_settings}
     for run in runs.values():
         run.step()
         if run.settings.saturation:
             run.find_saturation(rounds * steps * run.settings.batch_size)
-    results: dict[str, list[dict[str, Any]]] = {mode: [] for mode in runs}
+    results: dict[tuple[str, int], list[dict[str, Any]]] = {key: [] for key in runs}
     for _ in range(rounds):
-        for mode, run in runs.items():
-            results[mode].append(run.measure(steps, interface))
+        for key, run in runs.items():
+            results[key].append(run.measure(steps, interface))
     return results
 
 

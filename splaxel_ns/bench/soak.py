@@ -21,6 +21,8 @@ from splaxel_ns.bench.results import ResultFile
 
 PATIENCE_S = 60.0
 """A job that has lost a rank must have ended by then (design 9)."""
+WARM_UP = 200
+"""Steps after a start whose memory is not compared."""
 
 
 @dataclass
@@ -64,7 +66,8 @@ class Soak:
         CONSOLE.print(
             f"{len(moments)} kills: PSNR {killed['psnr']:.3f} dB, undisturbed {calm['psnr']:.3f} dB; "
             f"longest end after a kill {max(killed['seconds_to_end'], default=0.0):.1f} s; "
-            f"{killed['rebalanced']} repartitions; memory in the last fifth {killed['memory_growth']:+.1%}"
+            f"{killed['rebalanced']} repartitions; memory in the last fifth, since the last start, "
+            f"{killed['memory_growth']:+.1%}"
         )
         self._require(result)
 
@@ -151,7 +154,10 @@ class Soak:
             by_step.setdefault(line["step"], {})[line["rank"]] = line
         totals = [sum(rank["gaussians"] for rank in by_step[step].values()) for step in sorted(by_step)]
         last = sorted(by_step)[-len(by_step) // 5 :]  # growth has stopped long before
-        memory = [sum(rank["memory"] for rank in by_step[step].values()) for step in last]
+        main = [line["step"] for line in lines if line["rank"] == 0]
+        # Processes that have just started still fill their caches.
+        begun = next((main[k] for k in range(len(main) - 1, 0, -1) if main[k] <= main[k - 1]), 0) + WARM_UP
+        memory = [sum(rank["memory"] for rank in by_step[step].values()) for step in last if step >= begun]
         tenth = max(len(memory) // 10, 1)
         return {
             "steps_done": len(by_step),
@@ -159,8 +165,9 @@ class Soak:
             "count_conserved": len(set(totals[-len(last) :])) == 1
             and all(len(r) == self.ranks for r in by_step.values()),
             "finite": all(math.isfinite(value) for line in lines for value in line.values()),
-            "memory": memory[-1],
-            "memory_growth": sum(memory[-tenth:]) / max(sum(memory[:tenth]), 1) - 1.0,
+            "memory": memory[-1] if memory else None,
+            "memory_steps": len(memory),
+            "memory_growth": sum(memory[-tenth:]) / max(sum(memory[:tenth]), 1) - 1.0 if memory else 0.0,
         }
 
     def _evaluate(self, folder: Path, name: str) -> float:

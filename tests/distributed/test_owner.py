@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from splaxel_ns.bench.rank_job import RankJob
+from splaxel_ns.bench.traffic import as_selective, blocks_of_many, traffic
 from splaxel_ns.exchange import HALO, RankRegions, bounding, dilated, loss_share
 from splaxel_ns.model import SplaxelModelConfig
 from splaxel_ns.model_checks import check_config
-from splaxel_ns.owner_exchange import BLOCK, OwnerRegions, has, spread, with_owners
+from splaxel_ns.owner_exchange import BLOCK, has, spread, with_owners
 
 RankPools = Callable[[int], RankJob]
 
@@ -29,21 +30,6 @@ def regions_with(boxes: list[tuple[int, int, int, int]], height: int, width: int
         spans[rank, top:bottom] = torch.tensor([left, right], dtype=torch.int32)
     order = tuple(rank for rank, (top, bottom, left, right) in enumerate(boxes) if bottom > top and right > left)
     return RankRegions(order, spans, dilated(spans, HALO, width), width)
-
-
-def traffic(regions: RankRegions) -> Tensor:
-    """Bytes that one view takes, at the pixels they are for: [H, W]."""
-    taken = torch.zeros(regions.height * regions.width, dtype=torch.int64)
-    for source in regions.order:
-        for target in range(len(regions.spans)):
-            if source == target:
-                continue
-            pixels = regions.stream(source, target)
-            taken[pixels] += 16
-            if isinstance(regions, OwnerRegions):
-                taken[pixels[regions.one_way(source, pixels)]] += 16
-                taken[regions.halo_stream(source, target)] += 12
-    return taken.view(regions.height, regions.width)
 
 
 def sharers_of(regions: RankRegions) -> Tensor:
@@ -116,10 +102,14 @@ def test_not_where_it_does_not_pay() -> None:
 def test_bytes_by_sharers(kind: str, num_ranks: int) -> None:
     """Never more than `selective`; where four or more share, at most 0.6 of it."""
     shared = regions_of(Task(kind, num_ranks, boundary="filter", scale=8), num_ranks)
-    before, after = traffic(shared), traffic(with_owners(shared, 16))
+    owned = with_owners(shared, 16)
+    before, after = traffic(as_selective(owned)), traffic(owned)
+    assert torch.equal(before, traffic(shared))
     assert float(after.sum()) <= 1.0 * float(before.sum())
     many = sharers_of(shared) >= 4
     assert float(after[many].sum()) <= 0.6 * float(before[many].sum()) > 0
+    found = blocks_of_many(owned)
+    assert found["blocks"] > 0 and found["owner_bytes"] <= 0.6 * found["selective_bytes"]
 
 
 def sent(parts: list[dict[str, Any]]) -> dict[str, int]:
