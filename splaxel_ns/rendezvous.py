@@ -9,6 +9,8 @@ Shapes: R ranks.
 
 from __future__ import annotations
 
+# torch documents its stores, but its __all__ lacks them.
+# pyright: reportPrivateImportUsage=false
 import os
 import time
 import uuid

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# torch documents its stores, but its __all__ lacks them.
+# pyright: reportPrivateImportUsage=false
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
