@@ -31,9 +31,10 @@ from torch import Tensor
 
 from splaxel_ns.checkpoint import checkpoint_steps, load_checkpoint, newest_checkpoint
 from splaxel_ns.comm import World
+from splaxel_ns.evaluation import average_metrics, picture_names
 from splaxel_ns.interrupts import StopSignals
 from splaxel_ns.optimization import BatchOptimizers
-from splaxel_ns.pipeline import SplaxelPipelineConfig, average_metrics, picture_names
+from splaxel_ns.pipeline import SplaxelPipelineConfig
 from splaxel_ns.progress import ProgressLine, clock
 from splaxel_ns.trainer import SplaxelTrainerConfig
 
