@@ -52,7 +52,7 @@ def rasterize_partials(
         rounding of a threshold.
     """
     height = spans.shape[1]
-    sequence = torch.argsort(depths.detach(), stable=True)
+    sequence = nearest_first(depths.detach(), (means2d if means2d.ndim == 2 else means2d[:, 0, 0]).detach())
     sequence = sequence[(extents[sequence] > 0).all(dim=1)]
     means2d, depths, conics = means2d[sequence], depths[sequence], conics[sequence]
     opacities, colors, owner = opacities[sequence], colors[sequence], owner[sequence]
@@ -89,6 +89,14 @@ def rasterize_partials(
         return pixels.new_zeros(0, height, width, 3), empty, empty, empty.bool()
     out_colors, out_depths, transmittances, doubtful = zip(*results, strict=True)
     return torch.stack(out_colors), torch.stack(out_depths), torch.stack(transmittances), torch.stack(doubtful)
+
+
+def nearest_first(depths: Tensor, means2d: Tensor) -> Tensor:
+    """The Gaussians [N] int64 in order of depth [N], equal depths from left to right and from the top [N, 2]."""
+    sequence = torch.argsort(means2d[:, 1], stable=True)
+    for values in (means2d[:, 0], depths):
+        sequence = sequence[torch.argsort(values[sequence], stable=True)]
+    return sequence
 
 
 def _blend(

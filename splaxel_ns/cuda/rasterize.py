@@ -4,8 +4,9 @@ Shapes: N Gaussians, P partitions (leaves of the KD-tree), Q participants of the
 float32, on the CPU or all on one GPU; pixel centres lie at +0.5; world_to_cam matrices and cameras are OpenCV's.
 
 A splat touches a pixel if and only if its alpha there is at least 1/255; each participant blends what touches a pixel
-in order of depth, equal depths in order of their numbers. What a participant draws beyond that depends on the pixel
-and on ownership.
+in order of depth. Equal depths are ordered by what the splats look like: their column, then their row, conic, opacity
+and colour. Their numbers would not do, for ranks number Gaussians by what they own and got from others. What a
+participant draws beyond that depends on the pixel and on ownership.
 
 Ownership. A pair (Gaussian i, pixel p) belongs to the leaf that holds the point of p's ray at depth_i. A Gaussian
 straddles if some of its pairs may belong to another leaf than its owner: if the world box mean +- reach is not inside

@@ -30,7 +30,8 @@ class Task:
     stop: float = 0.0
     masked: bool = False
     side: str = "whole"
-    """"whole": Gaussians everywhere; "half": only on one side, so that some ranks own nothing; "away": none in view."""
+    """"whole": Gaussians everywhere; "half": only on one side, so that some ranks own nothing; "away": none in view;
+    "flat": in one plane across the view, all at one depth."""
     scale: int = 1
     """Pixels per pixel of the scene."""
     half: bool = False
@@ -47,6 +48,11 @@ def scene_of(task: Task) -> Scene:
     if task.side == "away":
         turned = torch.diag(torch.tensor([-1.0, 1.0, -1.0, 1.0])) @ scene.viewmat
         scene = replace(scene, viewmat=turned)
+    if task.side == "flat":
+        scene.tensors["means"][:, 2] = 0.0
+        facing = torch.eye(4)
+        facing[2, 3] = 3.0
+        scene = replace(scene, viewmat=facing)
     K = scene.K.clone()
     K[:2] *= task.scale
     return replace(scene, K=K, width=scene.width * task.scale, height=scene.height * task.scale)

@@ -63,6 +63,13 @@ def test_one_model(ranks_of: RankPools, num_ranks: int, exchange: str, kind: str
     compare(ranks_of(num_ranks).run(draw_together, task), draw_alone(task), 1e-5, gradient, noise)
 
 
+@pytest.mark.parametrize("exchange", ["selective", "gaussian"])
+def test_equal_depths(ranks_of: RankPools, exchange: str) -> None:
+    """Gaussians of several ranks at one depth are blended in the order of one process, whatever their numbers."""
+    task = Task("plain", num_partitions=4, side="flat", exchange=exchange)
+    compare(ranks_of(2).run(draw_together, task), draw_alone(task), 1e-5, 1e-5)
+
+
 @pytest.mark.parametrize("exchange", ["selective", "owner"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_with_the_stop(ranks_of: RankPools, num_ranks: int, exchange: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import splaxel_ns
-from splaxel_ns.cuda import _reference_splats
+from splaxel_ns.cuda import _reference, _reference_splats
 
 NEAR, FAR = 0.01, 1e10
 ALPHA_MIN, ALPHA_MAX = 1.0 / 255.0, 0.999
@@ -117,7 +117,7 @@ def dense(scene: Scene, leaves: dict[str, Tensor], depths32: Tensor) -> tuple[Te
     colors = _reference_splats.spherical_harmonics(
         3, leaves["means"], center, leaves["sh"][:, :1], leaves["sh"][:, 1:], visible
     )
-    order = torch.argsort(depths32, stable=True)
+    order = _reference.nearest_first(depths32, means2d.detach())
     order = order[visible[order]]
     y, x = torch.meshgrid(
         torch.arange(scene.height, dtype=torch.float64) + 0.5,

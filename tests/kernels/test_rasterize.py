@@ -339,15 +339,23 @@ def test_stop_is_inclusive() -> None:
             assert transmittances.item() == pytest.approx(transmittance, rel=1e-5)
 
 
-def test_equal_depths_go_by_number() -> None:
-    scene = make_scene(1, count=40, width=4, height=4, full_regions=True)
-    scene.means2d[:], scene.depths[:], scene.extents[:] = 2.0, 3.0, 30.0
-    scene.conics[:] = torch.tensor([0.01, 0.0, 0.01])
-    scene.opacities[:] = 0.5
-    scene.colors[:] = 0.0
-    scene.colors[1] = 1.0
-    colors, *_ = scene.render(scene.splats())
-    assert colors.max().item() == pytest.approx(0.25, abs=0.02)  # behind the first only
+def test_equal_depths_go_by_looks() -> None:
+    """All at one depth, some at one place: the same picture from Gaussians in any order, by any number of threads."""
+    scene = make_scene(1, count=5000, width=20, height=18, opacity=(0.02, 0.1), seed=5)
+    scene.depths[:] = 3.0
+    scene.means2d[:2000] = scene.means2d[2000:4000]
+    order = torch.randperm(5000, generator=torch.Generator().manual_seed(1))
+    names = (*GRADIENTS, "extents", "owner", "means")
+    shuffled = replace(scene, **{name: getattr(scene, name)[order] for name in names})
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        first = scene.render(scene.splats(), boundary="none")[:3]
+        torch.set_num_threads(1)
+        second = shuffled.render(shuffled.splats(), boundary="none")[:3]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and bool((first[2] < 0.5).any())
 
 
 def test_reference_by_finite_differences() -> None:

@@ -180,7 +180,7 @@ Block<uint32_t> sort_by_depth(const SplatRecord* records, int64_t count, int thr
     const Chunk part(count, chunk, chunks);
     uint32_t low = 0xffffffffu, high = 0;
     for (int64_t i = part.begin; i < part.end; ++i) {
-      const uint32_t key = depth_key(records[i].depth);
+      const uint32_t key = float_key(records[i].depth);
       from[i] = {key, static_cast<uint32_t>(i)};
       low = std::min(low, key);
       high = std::max(high, key);
@@ -222,6 +222,16 @@ Block<uint32_t> sort_by_depth(const SplatRecord* records, int64_t count, int thr
   for_chunks(chunks, [&](int chunk) {
     const Chunk part(count, chunk, chunks);
     for (int64_t i = part.begin; i < part.end; ++i) order[i] = from[i].item;
+  });
+  for_chunks(chunks, [&](int chunk) {  // equal depths: a chunk takes those that begin in it
+    const Chunk part(count, chunk, chunks);
+    for (int64_t i = part.begin, end; i < part.end; i = end) {
+      for (end = i + 1; end < count && from[end].key == from[i].key;) ++end;
+      if (end == i + 1 || (i > 0 && from[i - 1].key == from[i].key)) continue;
+      std::sort(order.get() + i, order.get() + end, [&](uint32_t a, uint32_t b) {
+        return before(records[a], records[b]);
+      });
+    }
   });
   return order;
 }

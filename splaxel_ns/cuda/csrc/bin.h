@@ -65,7 +65,7 @@ Block<TileRegion> unsaturated_regions(const uint8_t* saturated, const RasterArgs
 Items list_items(
     const BinInput& in, const RasterArgs& args, const std::function<SplatRecord*(int64_t)>& allocate);
 
-// Items in order of depth; equal depths in order of their Gaussians.
+// Items in order of depth; equal depths as `before` says.
 Block<uint32_t> sort_by_depth(const SplatRecord* records, int64_t count, int threads);
 
 // Counts pairs: tile_offsets [jobs + 1] and item_offsets [M + 1] are written.

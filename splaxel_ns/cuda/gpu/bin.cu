@@ -1,7 +1,7 @@
 // From projected Gaussians to what each (participant, tile) draws: items, and one sortable key for each of their tiles.
 //
-// A thread takes one Gaussian, twice: once to count, and once, when running sums say where, to write. Sorting by
-// (job, depth) is stable, so equal depths stay in order of their Gaussians, as on the CPU.
+// A thread takes one Gaussian, twice: once to count, and once, when running sums say where, to write. After sorting by
+// (job, depth), equal keys are put in the order of the CPU.
 
 #include "raster.h"
 
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kBinThreads)
   TileRect rect;
   tile_rect(in, view.width, view.height, kTile, i, &rect);
   int64_t item = bins.item_ends[i] - bins.item_counts[i], pair = bins.pair_ends[i] - bins.pair_counts[i];
-  const uint64_t depth = depth_key(in.depths[i]);
+  const uint64_t depth = float_key(in.depths[i]);
   for_candidates(view, boundary, in, i, [&](int q, bool tested) {
     bins.records[item] = pack_record(in, i, tested);
     for_jobs(view, bins.job_renders, q, rect, [&](int64_t job) {
@@ -120,6 +120,24 @@ __global__ void __launch_bounds__(kBinThreads)
       clipped += !view.renders(leaf, x, y);
     }
   if (clipped != 0) add_to(counters + kClipped, clipped);
+}
+
+// Thread p orders the pairs of equal keys that begin at p: few and rare, but a wall that faces the camera may be one.
+__global__ void __launch_bounds__(kBinThreads)
+    ties_kernel(const uint64_t* keys, int64_t num_pairs, const SplatRecord* records, int32_t* items) {
+  const int64_t p = static_cast<int64_t>(blockIdx.x) * kBinThreads + threadIdx.x;
+  if (p + 1 >= num_pairs || keys[p] != keys[p + 1] || (p > 0 && keys[p - 1] == keys[p])) return;
+  int64_t end = p + 2;
+  while (end < num_pairs && keys[end] == keys[p]) ++end;
+  int64_t gap = 1;
+  while (gap < (end - p) / 3) gap = 3 * gap + 1;
+  for (; gap > 0; gap /= 3)  // Shell sort
+    for (int64_t i = p + gap; i < end; ++i) {
+      const int32_t item = items[i];
+      int64_t to = i;
+      for (; to >= p + gap && before(records[item], records[items[to - gap]]); to -= gap) items[to] = items[to - gap];
+      items[to] = item;
+    }
 }
 
 // Thread p writes the offsets of the jobs after its predecessor's and up to its own; one more thread those behind.
@@ -162,6 +180,12 @@ void count_clipped(
     cudaStream_t stream) {
   const dim3 blocks(blocks_for(num_gaussians, kBinThreads));
   SPLAXEL_LAUNCH(clipped_kernel, blocks, dim3(kBinThreads), stream, view, boundary, in, num_gaussians, counters);
+}
+
+void order_ties(
+    const uint64_t* keys, int64_t num_pairs, const SplatRecord* records, int32_t* items, cudaStream_t stream) {
+  const dim3 blocks(blocks_for(num_pairs, kBinThreads));
+  SPLAXEL_LAUNCH(ties_kernel, blocks, dim3(kBinThreads), stream, keys, num_pairs, records, items);
 }
 
 void find_tiles(

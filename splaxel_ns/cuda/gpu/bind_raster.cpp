@@ -108,6 +108,7 @@ Binned bin(
     sort_pairs(
         temp.mutable_data_ptr<uint8_t>(), bytes, bins.keys, sorted, bins.items, items_out, num_pairs, bits,
         scope.stream());
+    order_ties(sorted, num_pairs, bins.records, items_out, scope.stream());
   } else {
     binned.records = at::empty({0, 16}, floating);
   }

@@ -90,6 +90,8 @@ void list_items(
 void count_clipped(
     const RasterView& view, Boundary boundary, const SplatArrays& in, int64_t num_gaussians, int64_t* counters,
     cudaStream_t);
+// Puts pairs of equal keys, sorted, in the order of `before`.
+void order_ties(const uint64_t* keys, int64_t num_pairs, const SplatRecord* records, int32_t* items, cudaStream_t);
 // tile_offsets [jobs + 1] of sorted keys.
 void find_tiles(const uint64_t* keys, int64_t num_pairs, int64_t num_jobs, int32_t* tile_offsets, cudaStream_t);
 

@@ -89,10 +89,22 @@ SPLAXEL_INLINE SplatRecord pack_record(const SplatArrays& in, int64_t i, bool te
 }
 
 // Unsigned keys in the order of the floats.
-SPLAXEL_INLINE uint32_t depth_key(float depth) {
+SPLAXEL_INLINE uint32_t float_key(float value) {
   uint32_t key;
-  std::memcpy(&key, &depth, sizeof key);
+  std::memcpy(&key, &value, sizeof key);
   return key >> 31 ? ~key : key | 0x80000000u;
+}
+
+// Which of two splats of equal depth is blended first. By what they look like, not by their numbers: those differ from
+// rank to rank, and with the history of growth and moves. Splats that look the same may change places.
+SPLAXEL_INLINE bool before(const SplatRecord& s, const SplatRecord& t) {
+  const float looks[] = {s.x, s.y, s.a, s.c, s.k, s.log2_opacity, s.r, s.g, s.b};
+  const float other[] = {t.x, t.y, t.a, t.c, t.k, t.log2_opacity, t.r, t.g, t.b};
+  for (int i = 0; i < 9; ++i) {
+    const uint32_t first = float_key(looks[i]), second = float_key(other[i]);
+    if (first != second) return first < second;
+  }
+  return s.index < t.index;
 }
 
 }  // namespace splaxel
