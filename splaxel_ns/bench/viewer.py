@@ -3,36 +3,81 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from nerfstudio.utils.rich_utils import CONSOLE
-from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect
 
+from splaxel_ns.bench.comm import check_numbers
 from splaxel_ns.bench.rank_job import free_port
 from splaxel_ns.bench.results import ResultFile
 from splaxel_ns.bench.soak import last_step
+from splaxel_ns.bench.watcher import Client
+from splaxel_ns.types import MAX_PARTITIONS
 
 START_S = 300.0
 """Imports and a compilation fit in."""
+KINDS = ("alone", "still", "moving")
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the ranks did in some seconds."""
+
+    steps: int
+    pictures: int  # that they drew for the viewer, whether or not a client got them
+    seconds: float
+
+    @classmethod
+    def of(cls, stats: Path, begin: int, seconds: float) -> Window:
+        """From what was written to a file of statistics behind its first `begin` bytes."""
+        with open(stats, "rb") as file:
+            file.seek(begin)
+            whole = file.read().rpartition(b"\n")[0].splitlines()
+        # The first line may have been written in part before.
+        lines = [json.loads(line) for line in whole if line.startswith(b"{")]
+        main = [line for line in lines if line["rank"] == 0]
+        return cls(len(main), sum(line.get("sent viewer", 0) > 0 for line in main), seconds)
+
+
+def summary(windows: Mapping[str, Sequence[Window]]) -> dict[str, Any]:
+    """Steps per second of every kind of windows, in parts of those alone, and pictures.
+
+    Returns:
+        `ratio`: the median over rounds, each window against the one alone of its round. `steps_per_picture`: None where
+        no pictures were drawn.
+    """
+    speeds = {kind: [window.steps / window.seconds for window in of_kind] for kind, of_kind in windows.items()}
+    steps = {kind: sum(window.steps for window in of_kind) for kind, of_kind in windows.items()}
+    pictures = {kind: sum(window.pictures for window in of_kind) for kind, of_kind in windows.items()}
+    ratios = {
+        kind: [seen / alone for alone, seen in zip(speeds["alone"], speeds[kind], strict=True)]
+        for kind in windows
+        if kind != "alone"
+    }
+    return {
+        "steps_per_second": {kind: statistics.median(values) for kind, values in speeds.items()},
+        "windows": speeds,
+        "pictures": pictures,
+        "steps_per_picture": {kind: steps[kind] / num if num else None for kind, num in pictures.items()},
+        "ratio": {kind: statistics.median(values) for kind, values in ratios.items()},
+    }
 
 
 @dataclass
 class Viewer:
-    """Train on several ranks, with and without a client of the viewer in turns; compare the steps per second."""
+    """Train on several ranks, in turns alone, with a client of the viewer that looks at the scene, and with one that
+    also moves; compare the steps per second."""
 
     data: Path
     """The scene (MatrixCity layout)."""
@@ -41,43 +86,42 @@ class Viewer:
     ranks: int = 2
     """Processes."""
     rounds: int = 4
-    """Pairs of windows."""
+    """Windows of each kind."""
     seconds: float = 12.0
     """Length of each window."""
     move_every: float = 1.0
-    """Seconds between two moves of the client's camera; 0: it stays where it is."""
+    """Seconds between two moves of the client's camera."""
 
     def main(self) -> None:
         """Measure, print and write.
 
         Raises:
             RuntimeError: The job ended, or did not begin.
+            ValueError: An argument is out of range, or there is no such scene.
         """
+        check_numbers("--ranks", (self.ranks,), 2, MAX_PARTITIONS)
+        check_numbers("--rounds", (self.rounds,), 1, 1000)
+        for option, value in (("--seconds", self.seconds), ("--move-every", self.move_every)):
+            if not 0 < value < 3600:
+                raise ValueError(f"{option} is {value}; it must lie between 0 and 3600 seconds.")
+        if not self.data.exists():
+            raise ValueError(f"--data {self.data}: there is no such file or folder.")
         file = ResultFile(self.json)
         with tempfile.TemporaryDirectory() as folder:
-            speeds, pictures = self._measure(Path(folder))
-        rates = {name: statistics.median(values) for name, values in speeds.items()}
-        ratios = [seen / alone for alone, seen in zip(speeds["alone"], speeds["watched"], strict=True)]
-        result = {
-            "ranks": self.ranks,
-            "seconds": self.seconds,
-            "move_every": self.move_every,
-            "steps_per_second": rates,
-            "windows": speeds,
-            "pictures_per_second": pictures / (self.rounds * self.seconds),
-            "ratio": statistics.median(ratios),
-        }
+            windows = self._measure(Path(folder))
+        result = {"ranks": self.ranks, "seconds": self.seconds, "move_every": self.move_every} | summary(windows)
         file.write(result)
-        CONSOLE.print(
-            f"{self.ranks} ranks: {rates['alone']:.2f} steps/s alone, {rates['watched']:.2f} watched "
-            f"({result['pictures_per_second']:.2f} pictures/s); ratio {result['ratio']:.3f}",
-            markup=False,
-        )
+        for kind in KINDS:
+            of_alone = "" if kind == "alone" else f"; {result['ratio'][kind]:.3f} of the speed alone"
+            CONSOLE.print(
+                f"{self.ranks} ranks, {kind}: {result['steps_per_second'][kind]:.2f} steps/s, "
+                f"{result['pictures'][kind]} pictures{of_alone}",
+                markup=False,
+            )
 
-    def _measure(self, folder: Path) -> tuple[dict[str, list[float]], int]:
+    def _measure(self, folder: Path) -> dict[str, list[Window]]:
         stats, port = folder / "stats.jsonl", free_port()
-        speeds: dict[str, list[float]] = {"alone": [], "watched": []}
-        pictures = 0
+        windows: dict[str, list[Window]] = {kind: [] for kind in KINDS}
         with open(folder / "log.txt", "w+", encoding="utf-8") as log, self._job(folder, stats, port, log) as job:
 
             def wait_until(done: Callable[[], bool], seconds: float) -> None:
@@ -88,21 +132,20 @@ class Viewer:
                         raise RuntimeError(f"The job has ended or hangs:\n{log.read()[-3000:]}")
                     time.sleep(0.02)
 
-            def speed() -> float:
-                first, start = last_step(stats), time.monotonic()
+            def window() -> Window:
+                begin, start = stats.stat().st_size, time.monotonic()
                 wait_until(lambda: time.monotonic() - start >= self.seconds, 2 * self.seconds)
-                return (last_step(stats) - first) / (time.monotonic() - start)
+                return Window.of(stats, begin, time.monotonic() - start)
 
             wait_until(lambda: last_step(stats) >= 100, START_S)
             for _ in range(self.rounds):
-                speeds["alone"].append(speed())
-                with Client(port, self.move_every) as client:
-                    wait_until(lambda: client.pictures > 0, 60.0)
-                    before = client.pictures
-                    speeds["watched"].append(speed())
-                    pictures += client.pictures - before
-                time.sleep(1.0)
-        return speeds, pictures
+                windows["alone"].append(window())
+                for kind, pause in (("still", 0.0), ("moving", self.move_every)):
+                    with Client(port, pause) as client:
+                        wait_until(lambda client=client: client.pictures > 0, 60.0)
+                        windows[kind].append(window())
+                    time.sleep(1.0)  # the viewer notices that the client is gone
+        return windows
 
     @contextlib.contextmanager
     def _job(self, folder: Path, stats: Path, port: int, log: Any) -> Iterator[subprocess.Popen[bytes]]:
@@ -122,59 +165,3 @@ class Viewer:
         finally:
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
-
-
-class Client:
-    """A client of viser without a browser: it looks at the scene, moves now and then, and counts the pictures.
-
-    Args:
-        port: Of the viewer on this machine.
-        move_every: Seconds between two moves; 0: none.
-    """
-
-    def __init__(self, port: int, move_every: float) -> None:
-        self.pictures = 0
-        self._move_every = move_every
-        self._socket = connect(f"ws://127.0.0.1:{port}", max_size=None, compression=None)
-        self._left = threading.Event()
-        self._threads = [threading.Thread(target=self._look), threading.Thread(target=self._move)]
-
-    def __enter__(self) -> Client:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._left.set()
-        self._socket.close()
-        for thread in self._threads:
-            thread.join()
-
-    def _look(self) -> None:
-        with contextlib.suppress(ConnectionClosed):
-            for message in self._socket:
-                # One message holds several of viser's; those of the background carry the picture.
-                self.pictures += message.count(b"BackgroundImageMessage")  # type: ignore[arg-type]
-
-    def _move(self) -> None:
-        number = 0
-        with contextlib.suppress(ConnectionClosed):
-            while not self._left.is_set():
-                self._socket.send(msgspec.msgpack.encode(_camera(0.2 * number)))
-                number += 1
-                self._left.wait(self._move_every or None)
-
-
-def _camera(angle: float) -> dict[str, Any]:
-    """viser's message about a camera that looks down on the scene's middle, turned about the vertical axis."""
-    half = 0.5 * angle
-    # Looking down is half a turn about x, before the turn about z: quaternions w, x, y, z.
-    return {
-        "type": "ViewerCameraMessage",
-        "wxyz": [0.0, math.cos(half), math.sin(half), 0.0],
-        "position": [0.0, 0.0, 15.0],
-        "fov": 0.9,
-        "aspect": 1.5,
-        "look_at": [0.0, 0.0, 0.0],
-        "up_direction": [-math.sin(angle), math.cos(angle), 0.0],
-    }
