@@ -218,8 +218,9 @@ def summary(settings: RunSettings, parts: list[dict[str, Any]], steps: int) -> d
     }
     for name in ("wait_s", "render_s", "compose_s", "backward_s", "optimizer_s"):
         row[name] = sum(part[name] for part in parts) / (steps * size)
-    if "snapshot_bytes" in parts[0]:  # what each visit of a view costs beside: once per epoch, as bits and budgets
-        row["snapshot_bytes_per_image"] = sum(part["snapshot_bytes"] for part in parts) / parts[0]["snapshot_views"]
+    if "snapshot" in parts[0]:  # what the steps that one serves cost beside, as bits and budgets of their views
+        row["snapshot"] = parts[0]["snapshot"] | {"bytes": sum(part["snapshot"]["bytes"] for part in parts)}
+        row["snapshot_bytes_per_image"] = row["snapshot"]["bytes"] / row["snapshot"]["views"]
     if "blocks_of_many" in parts[0]:
         row["blocks_of_4_or_more"] = parts[0]["blocks_of_many"]
     row["wait_s_longest"] = max(part["wait_s"] for part in parts) / steps

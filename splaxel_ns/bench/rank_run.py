@@ -198,14 +198,15 @@ def measure(settings: RunSettings, steps: int) -> dict[str, Any]:
     """On a rank: a run's first step, which sets up connections and moments, and then some that count."""
     run = RankRun(settings)
     run.step()
-    snapshot = {}
+    found = {}
     if settings.saturation:
         num_views = steps * settings.batch_size
         run.world.take_counters()
         run.find_saturation(num_views)
         sent = run.world.take_counters().bytes_sent.get(SNAPSHOT, 0)
-        snapshot = {"snapshot_bytes": sent, "snapshot_views": num_views}
-    found = run.measure(steps) | snapshot
+        held = run.model.saturation.num_bytes  # the same on all ranks: each has the masks of all
+        found["snapshot"] = {"bytes": sent, "views": num_views, "steps": steps, "held_bytes_per_rank": held}
+    found |= run.measure(steps)
     if settings.exchange == "owner":
         found["blocks_of_many"] = run.blocks_of_many(settings.batch_size)
     return found

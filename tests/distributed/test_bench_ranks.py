@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from splaxel_ns.bench.comm import summary
 from splaxel_ns.bench.rank_job import RankJob
-from splaxel_ns.bench.rank_run import RunSettings, measure_in_turns
+from splaxel_ns.bench.rank_run import RunSettings, measure, measure_in_turns
 
 SCENE = Path(__file__).parent.parent / "data/matrixcity_caliterra/small_city/aerial"
 
@@ -20,3 +23,21 @@ def test_depths_in_turns(ranks_of: Callable[[int], RankJob]) -> None:
         one, three = part["selective", 1], part["selective", 3]
         assert [turn["bytes"]["pixels"] for turn in one] == [turn["bytes"]["pixels"] for turn in three]
         assert all(turn["bytes"]["pixels"] > 0 and turn["wait_s"] > 0 for turn in [*one, *three])
+
+
+@pytest.mark.parametrize("mode", ["owner", "selective+saturation"])
+def test_what_rows_say_beside(ranks_of: Callable[[int], RankJob], mode: str) -> None:
+    """Blocks that four ranks share, in bytes of both exchanges; what a snapshot takes, and how many steps it serves."""
+    settings = RunSettings(SCENE, mode, 4, scale=0.25)
+    row = summary(settings, ranks_of(4).run(measure, settings, 1), 1)
+    if mode == "owner":
+        shared = row["blocks_of_4_or_more"]
+        assert shared["blocks"] > 0
+        assert shared["owner_bytes"] <= 0.6 * shared["selective_bytes"] > 0
+        assert shared["ratio"] == pytest.approx(shared["owner_bytes"] / shared["selective_bytes"])
+        assert "snapshot" not in row
+    else:
+        snapshot = row["snapshot"]
+        assert (snapshot["views"], snapshot["steps"]) == (4, 1) and snapshot["bytes"] > 0
+        assert row["snapshot_bytes_per_image"] == snapshot["bytes"] / 4
+        assert snapshot["held_bytes_per_rank"] > 0 and "blocks_of_4_or_more" not in row
