@@ -25,7 +25,7 @@ from splaxel_ns.bench.soak import last_step
 from splaxel_ns.bench.watcher import Client
 from splaxel_ns.types import MAX_PARTITIONS
 
-START_S = 300.0
+START_S = 600.0
 """Imports and a compilation fit in."""
 KINDS = ("alone", "still", "moving")
 
