@@ -71,7 +71,7 @@ class RankRun:
         torch.set_num_threads(1)
         torch.manual_seed(settings.seed)
         self.settings = settings
-        rows = None if settings.rows is None else torch.load(settings.rows, weights_only=True)
+        rows = None if settings.rows is None else torch.load(settings.rows, weights_only=True, mmap=True)
         config: Any = copy.deepcopy(splaxel.config)
         manager, model = config.pipeline.datamanager, config.pipeline.model
         manager.data, manager.batch_size = settings.data, settings.batch_size
