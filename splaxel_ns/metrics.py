@@ -74,5 +74,9 @@ class ImageMetrics:
             self._lpips, self._lpips_sought = loss.load_lpips(), True
         if self._lpips is None:
             weights = escape(str(loss.alexnet_weights()))
-            self._say_once("lpips", f"LPIPS is left out: its AlexNet weights are not at {weights}")
+            self._say_once(
+                "lpips",
+                f"LPIPS is left out: its AlexNet weights are not at {weights}. On a machine with internet, "
+                "torchvision.models.alexnet(weights='DEFAULT') fetches them.",
+            )
         return self._lpips
