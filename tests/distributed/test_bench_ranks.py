@@ -33,11 +33,13 @@ def test_what_rows_say_beside(ranks_of: Callable[[int], RankJob], mode: str) -> 
     if mode == "owner":
         shared = row["blocks_of_4_or_more"]
         assert shared["blocks"] > 0
-        assert shared["owner_bytes"] <= 0.6 * shared["selective_bytes"] > 0
+        # How much less is for test_owner.py: an image of a few blocks is mostly halo.
+        assert 0 < shared["owner_bytes"] < shared["selective_bytes"]
         assert shared["ratio"] == pytest.approx(shared["owner_bytes"] / shared["selective_bytes"])
         assert "snapshot" not in row
     else:
         snapshot = row["snapshot"]
         assert (snapshot["views"], snapshot["steps"]) == (4, 1) and snapshot["bytes"] > 0
         assert row["snapshot_bytes_per_image"] == snapshot["bytes"] / 4
-        assert snapshot["held_bytes_per_rank"] > 0 and "blocks_of_4_or_more" not in row
+        assert snapshot["held_bytes_per_rank"] == 0  # seed points are not opaque: nothing is hidden
+        assert "blocks_of_4_or_more" not in row
