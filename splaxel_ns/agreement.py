@@ -22,8 +22,9 @@ from splaxel_ns.comm import World
 if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModel
 
-SHARE = 0.05
-"""Of the time of all ranks that pictures for the viewer may take while training goes on; sending them takes more."""
+SHARE = 0.016
+"""Of the time of all ranks that drawing for the viewer may take while training goes on. Where the ranks need all cores,
+encoding and sending a picture cost three times as much beside: with 0.05 a moving client took 22 % of the steps."""
 SLOWEST_S = 30.0
 """Between two pictures, whatever they cost."""
 LONGEST_WAIT_S = 60.0
