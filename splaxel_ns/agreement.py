@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModel
 
 SHARE = 0.016
-"""Of the time of all ranks that drawing for the viewer may take while training goes on. Where the ranks need all cores,
-encoding and sending a picture cost three times as much beside: with 0.05 a moving client took 22 % of the steps."""
+"""Of the time of all ranks that drawing for the viewer may take while training goes on. Where two ranks have two cores,
+encoding and sending take more than drawing: a client that moved all the time took 22 % of the steps with 0.05, 18 % with
+this."""
 SLOWEST_S = 30.0
 """Between two pictures, whatever they cost."""
 LONGEST_WAIT_S = 60.0
