@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModel
 
 SHARE = 0.016
-"""Of the time of all ranks that drawing for the viewer may take while training goes on. Where two ranks have two cores,
-encoding and sending take more than drawing: a client that moved all the time took 22 % of the steps with 0.05, 18 % with
-this."""
+"""Of the time of all ranks that drawing for the viewer may take while training goes on. Two ranks on two cores lose more
+to encoding and sending than to drawing: a client that always moved took 22 % of the steps with 0.05, 18 % with this."""
 SLOWEST_S = 30.0
 """Between two pictures, whatever they cost."""
 LONGEST_WAIT_S = 60.0
