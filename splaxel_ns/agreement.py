@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from splaxel_ns.model import SplaxelModel
 
 SHARE = 0.016
-"""Of the time of all ranks that drawing for the viewer may take while training goes on. Two ranks on two cores lose more
+"""Of the time of all ranks that drawing for the viewer may take while they train. Two ranks on two cores lose more
 to encoding and sending than to drawing: a client that always moved took 22 % of the steps with 0.05, 18 % with this."""
 SLOWEST_S = 30.0
 """Between two pictures, whatever they cost."""
